@@ -1,1 +1,1 @@
-"""What tests share."""
+"""Support code that several tests share."""

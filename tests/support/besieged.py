@@ -1,4 +1,4 @@
-"""A service whose log is read, with a trainer and a replica who must notice nothing of those who attack it."""
+"""A service under attack, with a trainer and a replica that must not notice anything, and its log to check."""
 
 import re
 import time
@@ -57,7 +57,7 @@ class Besieged(LoggedService):
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """Check that the block leaves nothing behind: the honest go on, and the service takes what it took."""
+        """Check that the block leaves nothing behind: trainer and replica continue, and resources are freed."""
         watch = Watch(self.pid, self.data_dir, self.log)
         before = watch.look()
         yield
@@ -66,13 +66,13 @@ class Besieged(LoggedService):
         self._check_log(before.log)
 
     def check_honest(self) -> None:
-        """Check that what the trainer publishes arrives."""
+        """Check that rows from the trainer reach the replica."""
         head: Position = self.trainer.change(5)
         self._subscriber.wait_for(head.number, _WAIT_SECONDS)
         assert self.replica.bytes() == self.trainer.expected()
 
     def _check_log(self, start: int) -> None:
-        """Check that every line of its log from there on is one of its own, and not long."""
+        """Check that every log line from a position on is well-formed and short."""
         for line in self.log.read_bytes()[start:].decode().splitlines():
             assert _LINE.match(line), line[:500]
             assert len(line) < LONGEST_LINE, line[:500]
@@ -86,7 +86,7 @@ def _wait_until_no_more(watch: Watch, before: Usage) -> None:
 
 
 def check_refusal(code: grpc.StatusCode, details: str | None) -> None:
-    """Check that a call ended as one may."""
+    """Check that a call ended with one of the allowed errors."""
     assert code in CANONICAL, (code, details)
     assert len((details or "").encode()) < LONGEST_REFUSAL, (code, len(details or ""))
     assert code is grpc.StatusCode.OK or details, code

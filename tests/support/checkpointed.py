@@ -1,4 +1,4 @@
-"""A model and views of it, whose checkpoints tests write and load, and copies of what they had."""
+"""A model and its views whose checkpoints tests write and load, and copies of their rows to compare."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ _DTYPES = ("<f4", "<f2")
 
 
 class Owner:
-    """What owns tables, of random rows."""
+    """An owner of tables with random rows."""
 
     def __init__(self, owner: str, rng: np.random.Generator) -> None:
         self.owner, self.history, self._rng = owner, f"history {rng.integers(1 << 60)}", rng
@@ -50,7 +50,7 @@ class Owner:
         self.tables[name] = TableKey(self.owner, name, self.number), StampedTable(spec)
 
     def change(self, name: str, share: float, *, deleted: bool = False) -> None:
-        """Change or delete about a share of the rows, as the next version."""
+        """Change or delete about this share of the rows, as the next version."""
         _, table = self.tables[name]
         self.change_rows(name, np.flatnonzero(self._rng.random(table.spec.rows) < share), deleted=deleted)
 
@@ -71,7 +71,7 @@ class Owner:
         table.grown(TableSpec(spec.name, spec.rows + rows, spec.dim, spec.dtype))()
 
     def replace(self, name: str) -> None:
-        """Go on with a copy of a table."""
+        """Continue with a copy of a table."""
         key, table = self.tables[name]
         rows, copy = table.changed_since(0), StampedTable(table.spec)
         for deleted in (False, True):
@@ -90,11 +90,11 @@ class Checkpointed:
     """A model, its views, and their checkpoints.
 
     Attributes:
-        store: where these are.
-        meanwhile: called between the turns of the writer.
-        check: called between them, too; may raise.
-        held: what the tables were at each checkpoint, by its id.
-        dirty: the dirty rows that there were of views' tables, likewise.
+        store: where the checkpoints are.
+        meanwhile: called between the writer's steps.
+        check: also called between them; may raise.
+        held: copies of the tables at each checkpoint, by its id.
+        dirty: the dirty rows of the views' tables at each checkpoint, by its id.
     """
 
     store: CheckpointStore
@@ -157,12 +157,12 @@ class Checkpointed:
 
 
 def held(table: StampedTable) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64], int, float]:
-    """Copies of what a table has."""
+    """Copies of a table's rows."""
     return table.rows.copy(), table.stamps.copy(), table.digests.copy(), table.checksum, table.norm
 
 
 def dirty_of(table: StampedTable) -> tuple[Ids, NDArray[np.int64]]:
-    """Some rows of a table, and versions since which they might be dirty."""
+    """Some rows of a table, with versions since which they might be dirty."""
     ids = table.changed_since(table.counts.newest // 2)[1:]
     return ids, 7 * np.abs(table.stamps[ids]) + ids
 
@@ -172,14 +172,14 @@ def as_lists(rows: Iterable[NDArray[np.int64]]) -> list[list[int]]:
 
 
 def loaded(store: CheckpointStore, manifest: Manifest) -> dict[TableKey, StampedTable]:
-    """The tables of a checkpoint."""
+    """Load the tables of a checkpoint."""
     tables = [StampedTable(spec_of_record(entry.record)) for entry in manifest.tables]
     store.load(manifest, tables)
     return {entry.key: table for entry, table in zip(manifest.tables, tables, strict=True)}
 
 
 def same(tables: Mapping[TableKey, StampedTable], expected: Held) -> bool:
-    """Whether tables have the same bits as they had."""
+    """Whether tables still have the same bits."""
     if tables.keys() != expected.keys():
         return False
     for key, table in tables.items():

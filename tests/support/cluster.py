@@ -1,4 +1,4 @@
-"""Brokers and services as real processes on loopback, a trainer that publishes through them, and replicas."""
+"""Brokers and services as processes on loopback, a trainer that publishes through them, and replicas."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,9 @@ _TIMEOUT = 60.0
 
 
 class Trainer:
-    """One rank that publishes changes of a table, and knows what it has published: as one of a user does, it sends
-    again what a service says that it lacks.
+    """One rank that publishes changes of a table and remembers them.
+
+    Like a user's trainer, it sends rows again if a service lacks them.
     """
 
     def __init__(self, address: str, run: str = "run-1", started: int = 1) -> None:
@@ -41,7 +42,7 @@ class Trainer:
         self._publisher = Publisher(self._options, [TABLE], [Shard.whole(TABLE)])
 
     def publish(self, count: int = 5) -> Position:
-        """Change some rows and have them sealed, whatever happens meanwhile."""
+        """Change some rows and retry until they are sealed."""
         self.step += 1
         ids = np.sort(self._random.choice(TABLE.rows, count, replace=False))
         self.rows[ids] = self._random.random((count, TABLE.dim), np.float32)
@@ -67,7 +68,7 @@ class Trainer:
         return self._publisher.publish(part).result(_TIMEOUT)
 
     def _since(self, error: ResyncRequired) -> int:
-        """The step after which the service lacks what has changed; 0 if that is everything."""
+        """The step whose later changes the service lacks; 0 if it lacks everything."""
         head = error.head
         if head is None or (step := self._positions.get((head.number, head.seal))) is None:
             return 0
@@ -84,7 +85,7 @@ class Trainer:
 
 
 class Cluster:
-    """Brokers, and services that share their log. Started with the block, ended with it."""
+    """Brokers, and services that share their log. They run while the block runs."""
 
     def __init__(
         self,
@@ -139,12 +140,12 @@ class Cluster:
         self.brokers.__exit__()
 
     def cut(self, service: ServiceProcess, broker: Broker) -> None:
-        """Cut the network in two: a service and a broker on one side, all others on the other; nothing ends."""
+        """Cut the network in two: one service and one broker on one side, all others on the other."""
         for proxy in self._across(service, broker):
             proxy.stall()
 
     def heal(self, service: ServiceProcess, broker: Broker) -> None:
-        """Have one network again."""
+        """Join the network again."""
         for proxy in self._across(service, broker):
             proxy.go_on()
 
@@ -160,7 +161,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where clients reach them: all addresses."""
+        """The addresses of all services, for clients."""
         return ",".join(each.grpc for each in self.services)
 
     def trainer(self, **settings: Any) -> Trainer:
@@ -176,7 +177,7 @@ class Cluster:
         return subscriber, target
 
     def owner(self) -> ServiceProcess:
-        """The process that has the model."""
+        """The process that owns the model."""
         owner = wait_for(lambda: next(filter(self._has, self.services), None), "nobody has the model", _TIMEOUT)
         assert owner
         return owner

@@ -1,4 +1,4 @@
-"""The `deltasync` command, in the test's own process."""
+"""Runs the `deltasync` command in the test's own process."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from deltasync.cli.main import main
 
 
 def deltasync(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    """Exit status, output and what it says of errors; `environment` is that of DELTASYNC_ variables."""
+    """Run the command; returns exit status, stdout and stderr. `environment` has DELTASYNC_ variables."""
     settings = {f"DELTASYNC_{name.upper()}": value for name, value in environment.items()}
     out, err = io.StringIO(), io.StringIO()
     with (

@@ -1,4 +1,4 @@
-"""A model whose dense part was compiled, beside the same one as it was written."""
+"""A model with a compiled dense part, and the same model without compilation."""
 
 import shutil
 import warnings
@@ -19,7 +19,7 @@ ROWS, DIM = 6, 4
 
 
 class Over(nn.Module):
-    """The dense part: matrices, a bias of one element, a buffer, and a tensor of the code."""
+    """The dense part: matrices, a bias of one element, a buffer, and a tensor constant in the code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ def compiled_model(package: Path) -> Model:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a trainer of the model publishes and forward reads."""
+    """The tensors of the model that a trainer publishes and that forward reads."""
     return {name: each.detach() for name, each in model.state_dict().items() if name != "over.unused"}
 
 
 def table_of(name: str, tensor: torch.Tensor) -> TableSpec:
-    """As the trainer names and shapes it: embeddings without ".weight", a vector as one row."""
+    """A tensor as a table with the trainer's name and shape: embeddings without ".weight", a vector as one row."""
     rows, dim = (len(tensor), tensor[0].numel()) if tensor.dim() > 1 else (1, tensor.numel())
     if name == "user.weight":
         return TableSpec("user", rows, dim)
@@ -79,7 +79,7 @@ def tables_of(model: nn.Module) -> list[TableSpec]:
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """What the model has at a version."""
+    """The model's weights at a version."""
     torch.manual_seed(version)
     model = Model(Over())
     model.over.get_buffer("scale").fill_(version)

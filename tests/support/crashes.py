@@ -1,4 +1,4 @@
-"""Copies of a data directory at every point at which a process could end."""
+"""Copies of a data directory at every point where a process could crash."""
 
 import shutil
 from concurrent.futures import Future
@@ -12,9 +12,7 @@ from deltasync.log.lmdb_store import LmdbStore
 
 
 class Crashes:
-    """What would be there if the process ended now: around each time that a small record or a file of a checkpoint
-    is written or removed.
-    """
+    """Copies of the directory before and after each write or removal of a small record or a checkpoint file."""
 
     def __init__(self, patch: pytest.MonkeyPatch, data_dir: Path, into: Path) -> None:
         self.copies: list[Path] = []

@@ -1,4 +1,4 @@
-"""Damage to a log: bits of its records are changed behind its back."""
+"""Damages a log by flipping bits of its records."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import lmdb
 
 
 def change_value(directory: Path, database: str, key: bytes, bit: int) -> None:
-    """Flip one bit of what is kept under a key; -1 is the last one."""
+    """Flip one bit of the value of a key; bit -1 is the last."""
     environment, records = _open(directory, database)
     with environment.begin(write=True, db=records) as txn:
         txn.put(key, flipped(bytes(txn.get(key) or b""), bit))
@@ -23,7 +23,7 @@ def change_key(directory: Path, database: str, key: bytes, bit: int) -> None:
 
 
 def forget(directory: Path, database: str, key: bytes) -> None:
-    """Have nothing under a key any more."""
+    """Delete a key."""
     environment, records = _open(directory, database)
     with environment.begin(write=True, db=records) as txn:
         assert txn.delete(key)
@@ -31,7 +31,7 @@ def forget(directory: Path, database: str, key: bytes) -> None:
 
 
 def entries(directory: Path, database: str) -> dict[bytes, bytes]:
-    """All keys with what is kept under them."""
+    """All keys and values."""
     environment, records = _open(directory, database)
     with environment.begin(db=records) as txn:
         found = {bytes(key): bytes(value) for key, value in txn.cursor()}
@@ -40,7 +40,7 @@ def entries(directory: Path, database: str) -> dict[bytes, bytes]:
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """The bytes with one bit of them flipped."""
+    """Return the bytes with one bit flipped."""
     number = int.from_bytes(data, "big") ^ (1 << (len(data) * 8 - 1 - bit % (len(data) * 8)))
     return number.to_bytes(len(data), "big")
 

@@ -1,4 +1,4 @@
-"""A data directory with everything in it that outlives a process, and what it has to give after it is opened."""
+"""A data directory with everything that survives a process, and its expected content after a restart."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Content:
-    """What is in a data directory."""
+    """The expected content of a data directory."""
 
     model: Rows
     held: dict[str, Position]
@@ -28,7 +28,7 @@ class Content:
 
 
 def write(folder: Path) -> Content:
-    """Write one: a checkpoint of one version, and later ones in the log; replicas at both, of views too."""
+    """Write a directory: a checkpoint of a version, later versions in the log, and replicas at both."""
     service = ServiceProcess(folder, "--consumer", "plain=clicks")
     with service, Trainer(service.grpc) as trainer:
         for name, policy in POLICIES.items():
@@ -49,8 +49,9 @@ def _follow(
     *,
     checkpoint: bool = False,
 ) -> tuple[dict[str, Position], Rows]:
-    """Publish a few cuts while replicas of every consumer are there, and stop the service before they could say
-    goodbye, after which it would know nothing of them.
+    """Publish some cuts to replicas of all consumers, and stop the service before the replicas say goodbye.
+
+    After a goodbye, the service would forget them.
     """
     targets = {name: NumpyTarget() for name in ("plain", "ranked")}
     followers = {name: follow(service, name, replica, target) for name, target in targets.items()}
@@ -79,4 +80,4 @@ def _has_acknowledged(lag: dict[str, Any], replica: str) -> bool:
 
 class _Ids:
     def apply(self, release: object) -> None:
-        """Take ids."""
+        """Record ids."""

@@ -1,4 +1,4 @@
-"""The service as a deployment starts it: with its command line, its environment and its files, elsewhere."""
+"""Runs the service as a deployment does, with its command line, environment and files, on this machine."""
 
 import os
 import re
@@ -27,7 +27,7 @@ COMMAND = [sys.executable, "-c", "from deltasync.cli.main import main; main()"]
 
 
 class _Compose(yaml.SafeLoader):
-    """Also takes compose's `!override`, which replaces a list instead of adding to it."""
+    """Also supports compose's `!override`, which replaces a list instead of extending it."""
 
 
 def _list(loader: _Compose, node: yaml.SequenceNode) -> list[Any]:
@@ -38,13 +38,13 @@ _Compose.add_constructor("!override", _list)
 
 
 def compose_file(path: Path) -> dict[str, Any]:
-    """What a file of compose says."""
+    """Parse a compose file."""
     # Not an unsafe loader: it is SafeLoader with a list.
     return dict(yaml.load(path.read_text(), _Compose))  # noqa: S506
 
 
 def compose_configs(file: Path, service: Mapping[str, Any], folder: Path) -> Path:
-    """The folder of configuration that a service of a file of compose is given, in a new folder here."""
+    """Copy the configuration folder of a compose service into a new folder."""
     documents = compose_file(file)["configs"]
     folder.mkdir()
     for each in service["configs"]:
@@ -55,7 +55,7 @@ def compose_configs(file: Path, service: Mapping[str, Any], folder: Path) -> Pat
 
 @dataclass(frozen=True)
 class Deployed:
-    """A service that runs, and where on this machine the paths of its deployment are."""
+    """A running service, with the local folders for its deployment's paths."""
 
     process: "subprocess.Popen[bytes]"
     grpc: int
@@ -67,7 +67,7 @@ class Deployed:
 
 
 def moved(text: str, places: Mapping[str, Path]) -> str:
-    """A text with paths of a deployment as they are on this machine, the longest ones first."""
+    """Replace a deployment's paths in a text by those on this machine, longest paths first."""
     for path in sorted(places, key=len, reverse=True):
         text = text.replace(path, str(places[path]))
     return text
@@ -81,7 +81,7 @@ def readme_lines(readme: Path, heading: str) -> list[str]:
 
 
 def run_lines(lines: Sequence[str], folder: Path) -> None:
-    """Run shell lines in a folder, where `deltasync` is this checkout's."""
+    """Run shell lines in a folder, with `deltasync` from this checkout."""
     program = folder / "deltasync"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
     program.chmod(0o755)
@@ -94,7 +94,7 @@ def run_lines(lines: Sequence[str], folder: Path) -> None:
 
 
 def made_secrets(lines: Sequence[str], folder: Path) -> Secrets:
-    """The Secrets of Kubernetes that a README's lines make, by name and key."""
+    """The Kubernetes Secrets that a README's lines create, by name and key."""
     run_lines([line for line in lines if not line.startswith("kubectl")], folder)
     made: Secrets = {}
     for words in map(shlex.split, lines):
@@ -105,7 +105,7 @@ def made_secrets(lines: Sequence[str], folder: Path) -> Secrets:
 
 
 def mounted_secrets(pod: Mapping[str, Any], secrets: Secrets, folder: Path) -> dict[str, Path]:
-    """The Secrets that a pod mounts, in folders here, by where they are in the pod."""
+    """Write the Secrets that a pod mounts into local folders; returns these by mount path."""
     (container,) = pod["containers"]
     named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
     places = {}
@@ -119,14 +119,14 @@ def mounted_secrets(pod: Mapping[str, Any], secrets: Secrets, folder: Path) -> d
 
 
 def values_of(container: Mapping[str, Any]) -> dict[str, str]:
-    """The environment variables of a container whose values its manifest says."""
+    """The environment variables with literal values in a container's manifest."""
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
 def https(
     service: "Deployed", path: str, ca: Path | None = None, token: str = "", name: str = "localhost"
 ) -> httpx.Response:
-    """What a service answers over HTTPS; without a CA it is asked as a kubelet asks."""
+    """Request a URL of a service over HTTPS; without a CA, skip verification like a kubelet."""
     context = ssl.create_default_context(cafile=ca)
     if ca is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -136,7 +136,7 @@ def https(
 
 
 def wait_for_probe(service: "Deployed", ca: Path, token: Path) -> None:
-    """Wait until a row of the service's own probe has come back: the probe has the roles that it needs."""
+    """Wait until a row of the service's probe has returned, which shows that the probe has its roles."""
 
     def probe() -> Any:
         (process,) = https(service, "/status", ca, token.read_text().strip()).json()["processes"]
@@ -146,7 +146,7 @@ def wait_for_probe(service: "Deployed", ca: Path, token: Path) -> None:
 
 
 def run_access(services: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Run the scripts of compose's services that make what others are given; where they made it."""
+    """Run the scripts of compose services that create credentials; returns the folder."""
     root = folder / "access"
     for service in services:
         for mount in service["volumes"]:
@@ -162,7 +162,7 @@ def run_access(services: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 def deployed(
     arguments: Sequence[str], environment: Mapping[str, str], data: Path, places: Mapping[str, Path]
 ) -> Iterator[Deployed]:
-    """The service on free ports of all addresses, where TLS and roles are all that lets it listen."""
+    """Start the service on free ports of all addresses, which it only allows with TLS and roles."""
     ports = grpc, http = free_ports(2)
     places = dict(places) | {CONFIGURATION: _settings_here(data.parent / "settings", places, ports)}
     settings = {"HOST": "0.0.0.0", "DATA_DIR": str(data)}  # noqa: S104
@@ -180,7 +180,7 @@ def deployed(
 
 
 def _settings_here(folder: Path, places: Mapping[str, Path], ports: Sequence[int]) -> Path:
-    """A copy of the files beside the settings, in which addresses and paths are those of this machine."""
+    """Copy the files next to the settings, with addresses and paths of this machine."""
     folder.mkdir()
     for path in filter(Path.is_file, places[CONFIGURATION].iterdir()):
         (folder / path.name).write_bytes(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Where tests that concern a GPU run: each on the CPU too, so that all but the GPU's part is known to be right."""
+"""Devices for GPU tests: each test also runs on the CPU, to check everything except the GPU itself."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +22,7 @@ def device_of(kind: str) -> torch.device:
 
 
 def needs(*modules: str) -> None:
-    """Skip a file's tests where a module of ours cannot be imported: TorchRec is missing, say, or another one."""
+    """Skip a file's tests if a module of ours cannot be imported, for example because TorchRec is missing."""
     for name in modules:
         try:
             import_module(name)
@@ -31,7 +31,7 @@ def needs(*modules: str) -> None:
 
 
 def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none, and say why."""
+    """Skip tests that need a GPU if there is none, with the reason."""
     if torch.cuda.is_available():
         return
     why = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
@@ -41,7 +41,7 @@ def skip_without_gpu(items: Iterable[pytest.Item]) -> None:
 
 @contextmanager
 def no_waiting(kind: str) -> Iterator[None]:
-    """Whatever makes the host wait for a GPU raises: a copy, say, or to ask how many values are not zero."""
+    """Raise if the host waits for a GPU in the block, for example for a copy or a count of non-zero values."""
     if kind == "cpu":
         yield
         return
@@ -54,7 +54,7 @@ def no_waiting(kind: str) -> Iterator[None]:
 
 @contextmanager
 def lone_rank(kind: str) -> Iterator[torch.device]:
-    """A process group of this process alone, as `join_ranks` makes them."""
+    """Join a process group with only this process, like `join_ranks`."""
     device, store = device_of(kind), dist.HashStore()  # type: ignore[attr-defined]
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -68,10 +68,10 @@ def lone_rank(kind: str) -> Iterator[torch.device]:
 
 
 def stream_on(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream of its own; None on a CPU."""
+    """A new stream on the device; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """What is launched within runs there."""
+    """Launch the work of the block on a stream."""
     return torch.cuda.stream(stream) if stream else nullcontext()

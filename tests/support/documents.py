@@ -1,4 +1,4 @@
-"""The documents, and the code blocks in them."""
+"""The documents and their code blocks."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _BLOCK = re.compile(r"(?:<!-- run: ([\w.]+) -->\n)?```(\w+)\n(.*?)```", re.DOTAL
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code; `name` is that by which a test runs it, None where it is only shown."""
+    """A code block; a test runs it by its `name`, which is None for a block that is only shown."""
 
     name: str | None
     language: str
@@ -36,12 +36,12 @@ class Document:
         return [Block(name or None, language, code) for name, language, code in _BLOCK.findall(self.text)]
 
     def block(self, name: str) -> str:
-        """The code of the block of that name."""
+        """The code of the block with this name."""
         [code] = [block.code for block in self.blocks() if block.name == name]
         return code
 
     def named(self, language: str) -> dict[str, str]:
-        """The code of the blocks of a language that are run, by name."""
+        """The code of all named blocks in a language, by name."""
         return {block.name: block.code for block in self.blocks() if block.name and block.language == language}
 
 

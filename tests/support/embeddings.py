@@ -1,9 +1,9 @@
-"""Embedding modules with rows of a test's own."""
+"""Embedding modules with given rows."""
 
 import torch
 from torch import nn
 
 
 def embedding(rows: torch.Tensor) -> nn.Embedding:
-    """A module with these rows, [n, d], which are trained."""
+    """A trainable embedding with these rows, [n, d]."""
     return nn.Embedding(len(rows), rows.shape[1], _weight=rows)

@@ -17,21 +17,21 @@ _NONE: Ids = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table that a step has changed: ids [n], ascending; values [n, dim]; which [n] are deleted."""
+    """Rows of a table that a step has changed: ids [n], ascending; values [n, dim]; deleted, bool [n]."""
 
     ids: Ids
     values: Values
     deleted: Mask
 
     def of(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Those of some ids ([m], ascending): where they are here, and where they are in `ids`."""
+        """Which of these ids ([m], ascending) are here: their positions here, and in `ids`."""
         _, here, there = np.intersect1d(self.ids, ids, assume_unique=True, return_indices=True)
         return here, there
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has changed, by table, and the tables that there were."""
+    """The changes of a step by table, and all tables at that step."""
 
     number: int
     tables: Mapping[str, TableSpec]
@@ -39,9 +39,9 @@ class Step:
 
 
 class EveryVersion:
-    """All steps that were published, and which version each became.
+    """All published steps, and the version that each became.
 
-    Its steps count from 1. A step is there before it is published, so that no replica can be earlier.
+    Steps count from 1. A step is added before it is published, so that no replica can be ahead.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class EveryVersion:
         self._lock = threading.Lock()
 
     def between(self, after: int, last: int) -> Sequence[Step]:
-        """The steps after one, up to another."""
+        """The steps after one, up to and including another."""
         return self.steps[after:last]
 
     def contradicts(self, version: int, step: int) -> str:
-        """Note which step a version was made of; what is wrong with it, if something is."""
+        """Record the step of a version; returns the contradiction to earlier records, if any."""
         with self._lock:
             known = self._step_of.setdefault(version, step)
         if known != step:
@@ -65,7 +65,7 @@ class EveryVersion:
 
 
 class Then:
-    """The model's tables as they were after a step, from which it goes forward."""
+    """The model's tables after a step, from which it moves forward."""
 
     def __init__(self, versions: EveryVersion) -> None:
         self.step = 0
@@ -74,7 +74,7 @@ class Then:
         self._versions = versions
 
     def advance(self, step: int) -> Sequence[Step]:
-        """Go on to a later step; those since."""
+        """Move forward to a later step; returns the steps in between."""
         since = self._versions.between(self.step, step)
         for each in since:
             for spec in each.tables.values():
@@ -86,7 +86,7 @@ class Then:
         return since
 
     def rows(self, name: str, ids: Ids) -> Values:
-        """Rows of a table: zeros where it had none."""
+        """Rows of a table; zeros if there were none."""
         table = self.tables[name]
         found = np.zeros((len(ids), table.shape[1]), table.dtype)
         there = ids < len(table)
@@ -105,7 +105,7 @@ class Then:
 
 @dataclass
 class Seen:
-    """What the replicas of one consumer held at each position: the same, whenever and wherever."""
+    """The rows that the replicas of one consumer had at each position, which must be equal for all of them."""
 
     held: dict[Position, tuple[int, int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -117,24 +117,24 @@ class Seen:
 
 
 class Compared(NumpyTarget):
-    """Compares each release that it is given, and all that it then holds, with the model of the step it names.
+    """Compares each release, and all rows after it, with the model at the step that the release names.
 
     Attributes:
-        wrong: what was not as it should be.
-        releases: how many were compared.
-        anew: how many of them brought a table whole.
-        specs: the tables of the last one, by name.
+        wrong: the differences found.
+        releases: number of compared releases.
+        anew: number of releases that had all rows of a table.
+        specs: the tables of the last release, by name.
     """
 
     def __init__(self, versions: EveryVersion, seen: Seen, *, complete: bool, first: bool = True) -> None:
         """Compare with these versions.
 
         Args:
-            versions: the model's.
-            seen: what other replicas of the consumer held.
+            versions: the model's versions.
+            seen: what other replicas of the consumer had.
             complete: whether the consumer's policy leaves no rows for later.
-            first: whether it is the first replica of its consumer: of a policy that leaves rows for later, only
-                that one is given all rows of one version with its first release.
+            first: whether this is the first replica of its consumer. If the policy leaves rows for later, only the
+                first replica gets all rows of one version with its first release.
         """
         super().__init__()
         self.wrong: list[str] = []
@@ -156,7 +156,7 @@ class Compared(NumpyTarget):
             self._compare(release, rows)
 
     def whole_is_wrong(self) -> Iterator[str]:
-        """What differs of all rows, for a consumer that has been sent everything."""
+        """The differences of all rows, for a consumer that gets everything."""
         for name, spec in self.specs.items():
             yield from self._differing(spec, np.arange(len(self.tables[name])), "all rows that are held")
 
@@ -202,7 +202,7 @@ class Compared(NumpyTarget):
     def _wrong_rows(
         self, release: Release, spec: TableSpec, ids: Ids, since: Sequence[Step], *, exact: bool
     ) -> Iterator[str]:
-        """Rows that are not as the model had them at the step."""
+        """Rows that differ from the model at the step."""
         name, resets = spec.name, _resets(release, spec)
         changed = _joined_ids([each.changed[name].ids for each in since if name in each.changed])
         if self._complete or not spec.kind.ranked:  # Nothing of it is left for later.
@@ -234,13 +234,13 @@ class Compared(NumpyTarget):
             yield f"{what}, table {spec.name!r}: {len(wrong)} of {len(ids)} rows are not of this step, but {at}"
 
     def _equal(self, spec: TableSpec, ids: Ids, rows_of: Any) -> Mask:
-        """Which of the rows ([n]) are held as they are sent that the model has at a step."""
+        """Which of the rows ([n]) equal the encoded rows of the model at a step."""
         return _same(self.tables[spec.name][ids], _as_held(spec, rows_of(spec.name, ids)))
 
     def _was_some_version(
         self, release: Release, spec: TableSpec, ids: Ids, was: Mask | None, since: Sequence[Step]
     ) -> None:
-        """Check that each released row is as it was at some step since the release before."""
+        """Check that each released row equals its value at some step since the last release."""
         fits = np.zeros(len(ids), np.bool_) if was is None else was
         for step in since:
             if rows := step.changed.get(spec.name):
@@ -251,7 +251,7 @@ class Compared(NumpyTarget):
             self._say(release, f"table {spec.name!r}: {np.sum(~fits)} of {len(ids)} released rows are of no step")
 
     def _steps_of(self, spec: TableSpec, ids: Ids) -> str:
-        """Of which steps held rows are, to say what is wrong with them."""
+        """The steps whose values rows have, to describe a difference."""
         found = np.zeros(len(ids), np.int64)
         for step in self._versions.steps:
             if rows := step.changed.get(spec.name):
@@ -262,7 +262,7 @@ class Compared(NumpyTarget):
         return f"of {len(steps)} steps from {steps[0]} to {steps[-1]}" + (" (0: of none)" if not steps[0] else "")
 
     def _sum(self, release: Release, spec: TableSpec, ids: Ids) -> None:
-        """Keep a number for each row, by which tables of several replicas are compared."""
+        """Store a number for each row, to compare tables of several replicas."""
         table, sums = self.tables[spec.name], self._sums.get(spec.name)
         if sums is None or _resets(release, spec) or self.specs.get(spec.name) != spec:
             ids, self._sums[spec.name] = np.arange(len(table)), np.zeros(len(table), np.uint64)
@@ -275,7 +275,7 @@ class Compared(NumpyTarget):
 
 
 class ComparedIds:
-    """Compares the ids that it is given with those of the rows that have changed between the steps it names."""
+    """Compares received ids with those of the rows that changed between the steps that the release names."""
 
     def __init__(self, versions: EveryVersion) -> None:
         self.wrong: list[str] = []
@@ -320,12 +320,12 @@ class ComparedIds:
 
 
 def _resets(release: Release, spec: TableSpec) -> bool:
-    """Whether a release, with the parts of it that came before, has all rows of a table."""
+    """Whether a release, together with its earlier parts, has all rows of a table."""
     return release.resync or spec.name in release.whole
 
 
 def _as_held(spec: TableSpec, rows: Values) -> Values:
-    """Rows of the model as replicas hold them of a table that comes with a release."""
+    """The model's rows as replicas have them, of a table in a release."""
     if not spec.kind.ranked:
         return rows
     of_model = TableSpec(spec.name, spec.rows, rows.shape[1], rows.dtype)
@@ -334,19 +334,19 @@ def _as_held(spec: TableSpec, rows: Values) -> Values:
 
 
 def _same(held: Values, expected: Values) -> Mask:
-    """Which rows ([n, D] both) are the same bits."""
+    """Which rows (both [n, D]) have the same bits."""
     same = np.ones(len(held), np.bool_)
     same[np.flatnonzero(_bits(held) != _bits(expected)) // held.shape[1]] = False
     return same
 
 
 def _bits(rows: Values) -> Any:
-    """All values of rows ([n, D]), one after the other, as whole numbers ([n * D])."""
+    """All values of rows ([n, D]) in order, as integers ([n * D])."""
     return np.ascontiguousarray(rows).view(f"u{rows.dtype.itemsize}").reshape(-1)
 
 
 def _row_sums(rows: Values, ids: Ids) -> Any:
-    """A number [n] for each row's bits and its id."""
+    """A number [n] for the bits and the id of each row."""
     bits = _bits(rows).reshape(rows.shape).astype(np.uint64)
     weights = np.random.default_rng(0).integers(1, 2**63, bits.shape[1], np.uint64) | np.uint64(1)
     return (bits @ weights + np.uint64(1)) * (ids.astype(np.uint64) * np.uint64(2) + np.uint64(1))
@@ -357,7 +357,7 @@ def _joined(rows: Sequence[RowBatch], name: str) -> Ids:
 
 
 def _joined_ids(ids: Sequence[Ids]) -> Ids:
-    """All of them ([n], ascending), each once."""
+    """The union of ids ([n], ascending)."""
     joined: Ids = np.sort(np.concatenate([_NONE, *ids]))
     first = np.ones(len(joined), np.bool_)
     first[1:] = joined[1:] != joined[:-1]

@@ -1,7 +1,7 @@
 """How many examples Hypothesis tries: few in every run, ten times as many every night.
 
-`--hypothesis-profile nightly` chooses the second profile. By day the examples are the same in each run, so that a
-failure belongs to the change at hand. By night they are new ones, and Hypothesis prints how to repeat a failure.
+`--hypothesis-profile nightly` chooses the nightly profile. By day, examples are the same in each run, so that a
+failure belongs to the change at hand. By night they are random, and Hypothesis prints how to repeat a failure.
 """
 
 from hypothesis import settings

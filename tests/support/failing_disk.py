@@ -1,4 +1,4 @@
-"""A disk that refuses some calls of a process."""
+"""Makes some disk calls of a process fail."""
 
 import errno
 import shutil
@@ -64,10 +64,10 @@ _EVERYWHERE = 1 << 62
 
 
 class FailingDisk:
-    """What a process is started with whose disk is to fail, and when it does. Skips where nothing can be compiled.
+    """The environment that makes a process's disk fail, and when. Skips the test without a C compiler.
 
     Attributes:
-        environment: of the process.
+        environment: environment variables for the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,13 +81,14 @@ class FailingDisk:
     def fail(
         self, calls: str, path: str, *, below: int = _EVERYWHERE, every: int = 1, error: int = errno.EIO
     ) -> None:
-        """From now on refuse one of `every` so many calls ("read", "write", "sync", several together with a comma)
-        of files that have `path` in theirs, and begin `below` a byte.
+        """Make one of `every` calls fail from now on, for files with `path` in their path, below an offset.
+
+        Calls are "read", "write" and "sync", separated by commas. Only calls that start `below` an offset fail.
         """
         new = self._control.with_suffix(".new")
         new.write_text(f"{calls} {path} {below} {every} {error}")
         new.replace(self._control)
 
     def go_on(self) -> None:
-        """Refuse nothing any more."""
+        """Stop failing calls."""
         self._control.unlink()

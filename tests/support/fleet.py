@@ -1,4 +1,4 @@
-"""A trainer of one rank, replicas that keep what they were given, and waiting for what a service says of them."""
+"""A trainer of one rank, replicas that record what they receive, and waits for a service's status."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ TABLES = [USER, ITEM]
 
 
 class Trainer:
-    """Publishes rows of tables that it holds whole, all of them at first."""
+    """Publishes rows of tables that it owns alone; at first all of them."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Trainer:
         return self._publish([np.arange(table.rows) for table in self.tables], full=True)
 
     def publish_some(self, every: Mapping[TableSpec, int]) -> Position:
-        """Publish every so manieth row of some tables, and all of the others: there are no more."""
+        """Publish every n-th row of some tables, and all rows of the others."""
         some = [np.arange(0, table.rows, every.get(table, 1)) for table in self.tables]
         for table, ids in zip(self.tables, some, strict=True):
             self.rows[table.name][np.setdiff1d(np.arange(table.rows), ids)] = 0
         return self._publish(some, full=True)
 
     def change(self, count: int, tables: Sequence[TableSpec] | None = None) -> Position:
-        """Change so many rows of each table, and publish them."""
+        """Change a number of rows in each table, and publish them."""
         changed = []
         for table in self.tables:
             some = count if tables is None or table in tables else 0
@@ -92,7 +92,7 @@ class Trainer:
         return self._publish(ids)
 
     def delete(self, table: TableSpec, ids: Any) -> Position:
-        """Delete rows of a table, and publish that."""
+        """Delete rows of a table, and publish the deletes."""
         self._step += 1
         self.rows[table.name][ids] = 0
         rows = [RowBatch.deletes(Shard.whole(table), np.asarray(ids, np.int64))]
@@ -101,7 +101,7 @@ class Trainer:
         )
 
     def expected(self, value_type: ValueType = ValueType.FP32) -> dict[str, bytes]:
-        """What a replica holds that has everything in a value type."""
+        """The rows of a complete replica with a value type."""
         return {table.name: as_sent(table, self.rows[table.name], value_type).tobytes() for table in self.tables}
 
     def _publish(self, ids: list[Any], *, full: bool = False) -> Position:
@@ -115,13 +115,13 @@ class Trainer:
 
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
-    """What replicas hold of rows that are sent in a value type."""
+    """Rows as replicas have them after encoding with a value type."""
     delivery = Delivery(table, sent_as(table, value_type), Mode.EMBEDDINGS)
     return delivery.held(delivery.encode(rows))
 
 
 class Recorder(NumpyTarget):
-    """Remembers every release, and what it then held."""
+    """Records every release, and the rows after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Recorder(NumpyTarget):
 def checked_ack(
     received_bytes: int, applied: Position, checksums: Mapping[int, int]
 ) -> subscribe_pb2.SubscribeRequest:
-    """An ack that says what is held, by slot."""
+    """An ack with digests of the replica's rows, by slot."""
     message = ack(received_bytes, applied)
     message.ack.sums.extend(checksums_to_message(checksums))
     return message
@@ -159,7 +159,7 @@ def follow(service: Reachable, consumer: str, replica: str, target: Any, **field
 
 @contextmanager
 def lost(subscriber: Subscriber) -> Iterator[Subscriber]:
-    """A replica that ends after the block without a goodbye, as one that is killed does: it counts as away."""
+    """A replica that ends after the block without a goodbye, like a killed process, and so counts as away."""
     try:
         yield subscriber
     finally:
@@ -173,7 +173,7 @@ def lost(subscriber: Subscriber) -> Iterator[Subscriber]:
 
 
 def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The lag of a consumer once it is as wanted."""
+    """Wait until the lag of a consumer fulfils a condition; returns the lag."""
     deadline = time.monotonic() + WAIT
     while True:
         lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
@@ -184,7 +184,7 @@ def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, 
 
 
 def wait_until_in_sync(service: Reachable, consumer: str, head: Position, replicas: int = 1) -> dict[str, Any]:
-    """The lag of a consumer of which so many replicas have come, and all that have are in sync."""
+    """Wait until this number of replicas are connected and all are in sync; returns the lag."""
     return wait_for_lag(
         service,
         consumer,
@@ -193,7 +193,7 @@ def wait_until_in_sync(service: Reachable, consumer: str, head: Position, replic
 
 
 def wait_until_delivered(service: Reachable, consumer: str, head: Position) -> dict[str, Any]:
-    """The lag of a consumer whose replicas have taken everything, and cannot show it."""
+    """Wait until all replicas have received everything, for replicas that cannot prove it."""
     # A version that is sealed and not applied yet is one that they lack, although no row of it is known.
     return wait_for_lag(
         service,
@@ -211,6 +211,6 @@ def admin_of(service: Reachable) -> Admin:
 
 
 def release_at_once(patch: pytest.MonkeyPatch) -> None:
-    """What a release has left goes out at once."""
+    """Release rows that an earlier release left out without delay."""
     patch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 0.001)
     patch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 0.002)

@@ -1,4 +1,4 @@
-"""A data directory of which bits are flipped, and what a service then gives that is started on it."""
+"""Flips bits in a data directory, and checks what a service started on it delivers."""
 
 import asyncio
 import json
@@ -28,14 +28,12 @@ VERSIONS = 5
 
 
 def write(folder: Path, checkpoints: Sequence[int] = (), versions: int = VERSIONS) -> None:
-    """A model of two tables, some of whose rows were deleted, its view, and consumers; with checkpoints of some
-    versions.
-    """
+    """Write a model of two tables with deleted rows, a view, consumers, and checkpoints of some versions."""
     asyncio.run(write_in_loop(folder, checkpoints, versions))
 
 
 async def write_in_loop(folder: Path, checkpoints: Sequence[int] = (), versions: int = VERSIONS) -> None:
-    """The same in the event loop that runs."""
+    """Like `write`, in the running event loop."""
     async with opened(folder.with_suffix(".open")) as service:
         await service.consumers.create("plain", "clicks", Policy())
         await service.consumers.create("small", "clicks", Policy(value_type=ValueType.INT8))
@@ -72,7 +70,7 @@ def _acknowledge(service: Service, version: int) -> None:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a service gives that is started on a data directory, in a process of its own: a signal may end it."""
+    """What a service started on a data directory delivers. Uses a separate process, which a signal may end."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -92,7 +90,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def started(folder: Path) -> dict[str, Any]:
-    """The same, in this process."""
+    """Like `outcome`, in this process."""
     try:
         return asyncio.run(_given(folder))
     except BaseException as error:  # noqa: BLE001  # told to the test

@@ -9,21 +9,21 @@ _ENOUGH = 4 << 30
 
 
 def fast_folder() -> "TemporaryDirectory[str]":
-    """A folder in memory where the machine has it, for tests of many examples: none of them waits for a disk.
+    """A folder in memory, if the machine has one, so that tests with many examples do not wait for a disk.
 
-    What is written is lost with the power, which such a test can only play anyway.
+    Its content would not survive a power failure, which such a test only simulates anyway.
     """
     return TemporaryDirectory(dir=_MEMORY if _has_room() else None)
 
 
 def keep_folders_in_memory() -> None:
-    """Have `tmp_path` of all tests there too, unless TMPDIR says where."""
+    """Put the `tmp_path` of all tests into memory too, unless TMPDIR is set."""
     if "TMPDIR" not in os.environ and _has_room():
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 
 def _has_room() -> bool:
-    """For folders, also of programs."""
+    """Whether a folder has enough space and allows programs."""
     if not _MEMORY.is_dir():
         return False
     volume = os.statvfs(_MEMORY)

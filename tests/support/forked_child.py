@@ -1,4 +1,4 @@
-"""Asking a copy of this process, made by a fork, what it would answer."""
+"""Runs a function in a fork of this process."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from deltasync.base.errors import DeltasyncError
 
 
 def answers_in_a_fork(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a function returns in a process forked from this one, which ends at once."""
+    """The result of a function in a fork of this process, which ends at once."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
@@ -24,7 +24,7 @@ def answers_in_a_fork(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """The type and text of the error that a call raises; empty if it raises none."""
+    """Type and text of the error that a call raises; empty if it raises none."""
     try:
         call()
     except DeltasyncError as error:

@@ -1,4 +1,4 @@
-"""A service that knows who calls: of a process of its own, with a roles file and a log that a test reads."""
+"""A service with access control, in a separate process, with a roles file and a log that a test reads."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def roles_text(roles: Mapping[str, Sequence[str]] = ROLES) -> str:
 
 
 class GuardedService(ServiceProcess):
-    """A service with a roles file, and consumer "predictors" of model "clicks"."""
+    """A service with a roles file, and with consumer "predictors" of model "clicks"."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.roles, log = folder / "roles.toml", folder / "service.log"
@@ -49,13 +49,11 @@ class GuardedService(ServiceProcess):
         new.replace(self.roles)
 
     def ask(self, method: str, path: str, name: str = "", body: bytes | None = None) -> tuple[int, str]:
-        """Status and body of a request with the token of that name."""
+        """Status and body of a request with the named token."""
         return self.request(method, path, token_of(name) if name else "", body)
 
     def call(self, method: str, name: str, request: Any = b"") -> tuple[grpc.StatusCode, str]:
-        """How a call with the token of that name ends, and what is said of it; one that is a stream once it has
-        been answered.
-        """
+        """Status code and details of a call with the named token; for a stream, after its first message."""
         with grpc.insecure_channel(self.grpc) as channel:
             stream: Any = channel.stream_stream(method)
             message = request if isinstance(request, bytes) else request.SerializeToString()
@@ -80,7 +78,7 @@ def command_line_of(pid: int) -> bytes:
 
 
 def core_limits_of(pid: int) -> tuple[str, str]:
-    """How large a core file may be: the soft and the hard limit."""
+    """The soft and hard limit of a process's core files."""
     found = re.search(
         r"Max core file size +([0-9]+|unlimited) +([0-9]+|unlimited)", Path(f"/proc/{pid}/limits").read_text()
     )

@@ -1,4 +1,4 @@
-"""Asking a service over HTTP, as an operator would."""
+"""HTTP requests to a service, like an operator's."""
 
 import json
 import time
@@ -10,12 +10,12 @@ _DEADLINE_SECONDS = 30.0
 
 
 class HttpStatus:
-    """What services under test have in common."""
+    """Common methods of services under test."""
 
     http: str
 
     def request(self, method: str, path: str, token: str = "", body: bytes | None = None) -> tuple[int, str]:
-        """HTTP status and body of the answer, to a request with a token if it has one."""
+        """Send a request, with a token if given; returns HTTP status and body."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             request = urllib.request.Request(self.http + path, body, headers, method=method)  # noqa: S310
@@ -29,7 +29,7 @@ class HttpStatus:
         return self.request("GET", path, token)
 
     def wait_for_status(self, path: str, wanted: int) -> str:
-        """The body of a GET request once it is answered with this status."""
+        """Repeat a GET request until it has this status; returns the body."""
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while (answer := self.get(path))[0] != wanted:
             assert time.monotonic() < deadline, answer

@@ -1,4 +1,4 @@
-"""Releases of a model with and without a map of raw ids, and what a keyed store is to hold of them."""
+"""Releases of a model with and without a map of raw ids, and the expected content of a keyed store."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,14 +22,14 @@ RAW = st.sampled_from([-(2**63), -2, -1, 0, 1, 5, 7, 2**63 - 2])
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to the model between two releases.
+    """Changes of the model between two releases.
 
     Attributes:
         users: rows of the mapped table that get new values.
-        items: rows of the other one.
-        deleted: of both tables.
-        raw_ids: rows that get another raw id; None = none any more. What has it loses it.
-        rows_stay: whether rows that change hands keep their values, and so do not travel with their entries.
+        items: rows of the other table that get new values.
+        deleted: rows of both tables to delete.
+        raw_ids: rows that get another raw id, or none if None. An earlier row with that raw id loses it.
+        rows_stay: whether rows with another raw id keep their values, so that only their map entries are sent.
     """
 
     users: frozenset[int] = frozenset()
@@ -51,7 +51,7 @@ CHANGES = st.builds(
 
 
 class KeyedModel:
-    """A model, and the releases of it."""
+    """A model and its releases."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -73,7 +73,7 @@ class KeyedModel:
                 self._changed[table.name, row] = self.version
 
     def release(self, held: int, *, resync: bool = False, whole: frozenset[str] = frozenset()) -> Release:
-        """What a replica at version `held` lacks; all there is for a resync."""
+        """What a replica at version `held` lacks; everything for a resync."""
         batches = []
         for table in TABLES:
             everything = resync or table.name in whole
@@ -97,7 +97,7 @@ class KeyedModel:
         }
 
     def free(self) -> dict[int, float]:
-        """The rows of the mapped table that no raw id has, by row number."""
+        """The rows of the mapped table without a raw id."""
         return {row: value for row, value in self._rows[USER.name].items() if row not in self._raw_ids}
 
     def entries(self) -> dict[int, int]:
@@ -105,7 +105,7 @@ class KeyedModel:
         return dict(self._raw_ids)
 
     def _give(self, raw_ids: dict[int, int | None]) -> frozenset[int]:
-        """Give rows other raw ids; returns those whose raw ids have changed."""
+        """Assign other raw ids to rows; returns the rows whose raw ids have changed."""
         before = dict(self._raw_ids)
         for row, raw in raw_ids.items():
             self._raw_ids = {other: each for other, each in self._raw_ids.items() if other != row and each != raw}

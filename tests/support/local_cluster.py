@@ -1,4 +1,4 @@
-"""Several processes of one service, in a thread of the test's own process and without a broker.
+"""Several processes of one service, in a thread of the test's process and without brokers.
 
 Their bucket is in memory, their logs are in a folder. They answer HTTP.
 """
@@ -38,7 +38,7 @@ _TIMEOUT = 30.0
 
 
 class LocalProcess(HttpStatus):
-    """One of them."""
+    """One of these processes."""
 
     def __init__(self, service: Service, bucket: MemoryBucket, server: uvicorn.Server) -> None:
         self.service, self.bucket, self.server = service, bucket, server
@@ -47,7 +47,7 @@ class LocalProcess(HttpStatus):
 
 
 class LocalCluster:
-    """Processes a, b and so on. Started with the block, ended with it."""
+    """Processes a, b and so on. They run while the block runs."""
 
     def __init__(
         self, folder: Path, names: str = "ab", roles: Roles | None = None, lease_seconds: float = 6.0
@@ -81,7 +81,7 @@ class LocalCluster:
             raise self._failure
 
     def run(self, do: Callable[[], Awaitable[T]]) -> T:
-        """Do something in the event loop of the processes."""
+        """Run a coroutine in the event loop of the processes."""
 
         async def done() -> T:
             return await do()
@@ -89,7 +89,7 @@ class LocalCluster:
         return asyncio.run_coroutine_threadsafe(done(), self._loop).result(_TIMEOUT)
 
     def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is true, which is asked in the event loop of the processes."""
+        """Wait until a condition is true, evaluated in the event loop of the processes."""
 
         async def asked() -> bool:
             return true()
@@ -97,7 +97,7 @@ class LocalCluster:
         wait_for(lambda: self.run(asked), seconds=_TIMEOUT)
 
     def model(self, owner: LocalProcess, consumer: str) -> str:
-        """A published model that a process owns, with a consumer; every process knows of both."""
+        """Publish a model that a process owns, with a consumer; waits until every process knows both."""
         members = [each.me for each in self.processes]
         names = (f"model-of-{consumer}-{number}" for number in itertools.count())
         name = next(each for each in names if heir_of(each, members) == owner.me)
@@ -116,7 +116,7 @@ class LocalCluster:
         return name
 
     def kill(self, process: LocalProcess) -> None:
-        """It answers nothing any more, and nobody hears of it."""
+        """Stop a process without telling the others."""
 
         async def die() -> None:
             process.bucket.cut = True

@@ -1,4 +1,4 @@
-"""A model in this process: cuts go straight into it, without a rank or a service."""
+"""A model in this process: tests add cuts directly, without a rank or a service."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,16 +27,17 @@ Rows = Mapping[int, Values]
 
 
 class LocalModel:
-    """A model, its log and its checkpoints in a folder, and views of it: another one of the same folder is a
-    restart.
+    """A model, its log and checkpoints in a folder, and its views.
+
+    Another one on the same folder simulates a restart.
 
     Attributes:
-        views: the views that are used, by consumer.
-        lost: why a view could not come back, by consumer.
+        views: the views in use, by consumer.
+        lost: why a view could not be restored, by consumer.
     """
 
     def __init__(self, directory: Path, log_max_bytes: int = 1 << 28, model: Model | None = None) -> None:
-        """With a `model`, that one is used: it may be one of a service."""
+        """With `model`, use that model, for example of a service."""
         self.directory = directory
         if model is None:
             log = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
@@ -46,7 +47,7 @@ class LocalModel:
 
     @classmethod
     async def opened(cls, directory: Path, **settings: Any) -> "LocalModel":
-        """What there was in a folder, if anything."""
+        """Open what a folder has, if anything."""
         local = cls(directory, **settings)
         names = local.log.items("view/")
         views = [View(name, local.model, ViewLog(local.log, name).view()) for name in names]
@@ -57,11 +58,11 @@ class LocalModel:
         return local
 
     def view(self, name: str = "top") -> View:
-        """The view of a consumer; a new one if there is none."""
+        """The view of a consumer; creates it if there is none."""
         return self.views.get(name) or self.views.setdefault(name, View(name, self.model))
 
     async def prepared_view(self, policy: Policy, name: str = "top") -> View:
-        """A view that has the tables that the policy follows."""
+        """A view with the tables that its policy follows."""
         view = self.view(name)
         await view.prepare(policy)
         return view
@@ -75,7 +76,7 @@ class LocalModel:
         await self.cut_batches(self.batches(changes))
 
     def batches(self, changes: Mapping[str, Rows]) -> list[RowBatch]:
-        """Some rows, by table and id."""
+        """Batches of some rows, by table and id."""
         tables = {table.spec.name: table.spec for table in self.model.tables}
         return [
             RowBatch(
@@ -88,9 +89,9 @@ class LocalModel:
     async def cut_batches(
         self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False
     ) -> None:
-        """Publish some rows as the next version; of the tables `whole`, all that there are.
+        """Publish some rows as the next version; for the tables in `whole`, these are all rows.
 
-        `resync`: they are of a run that does not go on from the one before.
+        `resync`: the rows are from a run that does not continue the earlier one.
         """
         seal = self.seal_of_cut(rows, whole, resync=resync)
         self.model.store.seal(seal).result()
@@ -99,7 +100,7 @@ class LocalModel:
         await self.model.apply_cut(seal, rows)
 
     def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:
-        """Write the rows of the next version into the log; returns the seal that makes them one."""
+        """Write the rows of the next version to the log; returns the seal that completes it."""
         store, version = self.model.store, self.model.seals.newest_version + 1
         shards = [batch.shard for batch in rows]
         layout = store.use_layout(
@@ -119,6 +120,6 @@ class LocalModel:
         await self.model.tables.add(list(tables))
 
     async def close(self) -> None:
-        """End as a crash does: what is only in memory is lost."""
+        """Stop like a crash: loses what is only in memory."""
         await self.model.stop()
         self.log.close()

@@ -1,4 +1,4 @@
-"""A service in the test's own event loop, without sockets."""
+"""A service in the test's event loop, without sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -32,7 +32,7 @@ Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 async def opened(
     data_dir: Path, listener: Callable[[Event], None] | None = None, **settings: Any
 ) -> AsyncIterator[Service]:
-    """A service that has recovered; all that happens from its beginning on is told to `listener`."""
+    """A service after recovery. `listener` gets all events from the start."""
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
         if listener:
@@ -65,7 +65,7 @@ def view_of(service: Service, consumer: str) -> View:
 
 
 def sources(service: Service) -> Sources:
-    """What status reads of a service."""
+    """What the status code reads from a service."""
     return sources_of(service, ProcessState(draining=service.draining))
 
 
@@ -75,9 +75,7 @@ async def join(service: Service, **fields: Any) -> PublishSession:
 
 
 async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSession:
-    """A rank that joins, and publishes every row of its tables, drawn with the step as the seed: they are there
-    from then on. Applied once this returns.
-    """
+    """Join as a rank, and publish all rows of its tables, drawn with the step as seed. Returns when applied."""
     tables = list(fields.pop("tables", TABLES))
     shards = fields.pop("shards", [Shard.whole(table) for table in tables])
     session, rows = await join(service, tables=tables, shards=shards, **fields), random_rows(step, tables)
@@ -103,7 +101,7 @@ def backups(service: Service) -> Backups:
 
 
 async def check(service: Service) -> list[Checked]:
-    """Read all that a service keeps."""
+    """Read and check everything that a service stores."""
     options, events = service.options, service.events
     return await check_service(
         service.models, service.registry, service.views, options.data_dir, events, "who asks"
@@ -111,7 +109,7 @@ async def check(service: Service) -> list[Checked]:
 
 
 class HeldWrites:
-    """Holds back what a model's store is to write by the method `name`, until it is let go."""
+    """Delays the writes of a model's store by method `name` until the test releases them."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
         self.begun = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The log of a service, one whose disk takes as long as a test likes, and one whose disk refuses LMDB's heads."""
+"""Logs for tests: a service's log, one with a slow disk, and one whose disk refuses LMDB's head pages."""
 
 import threading
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ _TIMEOUT = 20
 
 
 def log_of(service: Service) -> LogStore:
-    """The one that all models are in."""
+    """The log that all models share."""
     (log,) = service.logs.each()
     return log
 
 
 @contextmanager
 def held_up(log: LogStore) -> Iterator[None]:
-    """While the block runs, nothing that is submitted is written."""
+    """Delay all submitted writes while the block runs."""
     begun, go = threading.Event(), threading.Event()
 
     def wait(_: object) -> None:
@@ -38,12 +38,13 @@ def held_up(log: LogStore) -> Iterator[None]:
 
 
 class Heads:
-    """The heads of LMDB's file, of logs that are opened from now on: where the disk refuses one, LMDB as a whole
-    neither writes nor reads any more, until it is opened again.
+    """Controls writes of the head pages of LMDB files that are opened from now on.
+
+    After the disk has refused one, LMDB neither reads nor writes until it is opened again.
 
     Attributes:
-        refused: whether the disk refuses them.
-        landed: whether they are there all the same.
+        refused: whether the disk refuses head pages.
+        landed: whether a refused page is written nevertheless.
         opened: whether the file can be opened.
     """
 

@@ -1,4 +1,4 @@
-"""Logs of models that services take over from each other, without a broker."""
+"""Logs of models that services take over from each other, without brokers."""
 
 import shutil
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from deltasync.log.records import check_log
 
 
 class ManyLogs:
-    """Of each model a log of its own, in a folder; a `SharedLogs`, of those that are open."""
+    """A separate log for each model, in a folder; implements `SharedLogs`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

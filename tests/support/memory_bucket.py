@@ -1,4 +1,4 @@
-"""A bucket in memory, which each process sees over a network of its own, and logs that only owners append to."""
+"""A bucket in memory, with a separate network for each process, and logs that only owners append to."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from deltasync.cluster.bucket import Changed, Entry
 
 
 class MemoryStore:
-    """What brokers hold: may be lost, or put back to an earlier copy."""
+    """The brokers' data, which a test may lose or reset to an earlier copy."""
 
     def __init__(self) -> None:
         self.entries = dict[str, Entry]()
@@ -26,7 +26,7 @@ class MemoryStore:
 
 
 class MemoryBucket:
-    """The bucket as one process sees it: a `Bucket`."""
+    """The bucket as one process sees it; implements `Bucket`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.cut = self.refuses = False
@@ -56,8 +56,10 @@ class MemoryBucket:
         self._seen = None
 
     def tell(self, entry: Entry) -> None:
-        """A change: from the first one on that comes while the network is cut, or in a bucket made anew,
-        none comes any more, and nobody says so.
+        """Deliver a change, unless one was lost before.
+
+        A change is lost if the network is cut or the bucket was recreated, and then so are all later changes.
+        Nothing reports that.
         """
         if self.cut or self._made != self._store.made:
             self._seen = None
@@ -70,7 +72,7 @@ class MemoryBucket:
 
 
 class MemoryLog:
-    """A model's stream: appended to by whoever knows its last sequence."""
+    """A model's stream; appending needs its last sequence number."""
 
     def __init__(self) -> None:
         self.records = list[tuple[str, str]]()  # Who, and what: a fence or a cut.

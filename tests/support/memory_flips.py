@@ -1,13 +1,13 @@
-"""Bits that flip in the memory of a process, as broken memory would do it."""
+"""Flips bits in the memory of a process, like broken memory."""
 
 
 def flip_in_memory(pid: int, content: bytes) -> int:
-    """Flip one bit of the first byte of each copy of some bytes that a process has in memory; of how many.
+    """Flip one bit of the first byte of each copy of these bytes in a process's memory.
 
-    Files that it has mapped are left alone, but for those that have no name any more.
+    Returns the number of copies. Leaves mapped files alone, except deleted files.
 
     Raises:
-        PermissionError: the memory of this process cannot be written from here.
+        PermissionError: this process may not write to that memory.
         ProcessLookupError, FileNotFoundError: there is no such process.
     """
     flipped = 0

@@ -1,4 +1,4 @@
-"""The smallest log there can be: it shows that the tests of the protocol know nothing of LMDB."""
+"""The smallest possible log, which shows that the protocol's tests do not depend on LMDB."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ Address = tuple[int, int, int]
 
 @dataclass
 class MemoryDisk:
-    """What outlives a `MemoryStore`."""
+    """The part of a `MemoryStore` that survives its process."""
 
     streams: dict[str, dict[Address, bytes]] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)

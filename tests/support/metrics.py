@@ -1,4 +1,4 @@
-"""What /metrics exposes."""
+"""The metrics that /metrics exposes."""
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.http import HttpStatus
@@ -105,12 +105,12 @@ METRICS: dict[str, set[str]] = {
 
 
 def _of_process(name: str) -> bool:
-    """Whether a metric is one that all of Prometheus' clients have of their process."""
+    """Whether a metric is one of those that Prometheus clients expose for every process."""
     return name.startswith("process_")
 
 
 def samples_of(service: HttpStatus) -> Samples:
-    """All samples by name and labels; each has to be one of those above, and to be explained."""
+    """All samples by name and labels. Checks that each metric is listed above and has a help text."""
     _, text = service.get("/metrics")
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation for family in families)

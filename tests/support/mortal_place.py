@@ -1,4 +1,4 @@
-"""Places of checkpoints that fail, or whose process ends, at any of their calls."""
+"""Places of checkpoints where any call may fail or end the process."""
 
 import os
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from deltasync.checkpoints.place import UNFINISHED, Place, PlaceFailed, Stored
 
 
 class Killed(BaseException):
-    """The process has ended."""
+    """Simulates the end of the process."""
 
 
 class Calls:
-    """Counts calls, and ends at one of them.
+    """Counts calls, and fails at one of them.
 
     Attributes:
-        last: the number of the call at which something happens; 0 = none.
-        kills: whether the process ends there, and not only the call fails.
+        last: number of the call that fails; 0 = none.
+        kills: whether the process ends there, instead of only the call failing.
     """
 
     def __init__(self, last: int = 0, *, kills: bool = False) -> None:
@@ -35,9 +35,9 @@ class Calls:
 
 
 class MortalPlace(Place):
-    """A folder, each call of which is counted before it is done, and again after it.
+    """A folder that counts each call twice: before and after it is done.
 
-    One that ends before it is done leaves half of a file under the name that unfinished ones have.
+    If the process ends before a write, half of the file is left under the name of unfinished files.
     """
 
     def __init__(self, folder: Path, calls: Calls) -> None:
@@ -76,11 +76,10 @@ class MortalPlace(Place):
 
 
 class PowerCuts:
-    """What a disk would have if the power failed now: of each folder the names, of each file the bytes, that were
-    flushed. Noted at every flush.
+    """What a disk would have after a power failure: only flushed names and bytes. Recorded at every flush.
 
     Attributes:
-        images: folders' names and files' bytes, one after the other.
+        images: the folder's names and the files' bytes at each flush.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path) -> None:
@@ -100,7 +99,7 @@ class PowerCuts:
         patch.setattr(os, "fsync", noting)
 
     def restore(self, image: dict[Path, dict[str, int]], into: Path) -> None:
-        """Make a folder as it would be found."""
+        """Create a folder from an image."""
         into.mkdir()
         for folder in sorted(image):
             copy = into / folder.relative_to(self._root)

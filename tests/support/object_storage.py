@@ -1,4 +1,4 @@
-"""A real server of Amazon's S3 protocol, in a folder of its own, that a test may kill and start again."""
+"""A real S3 server in a separate folder, which a test may kill and restart."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
 
 
 class ObjectStorage:
-    """SeaweedFS, which answers S3 on loopback to anybody."""
+    """SeaweedFS with its S3 interface on loopback, without authentication."""
 
     def __init__(self, folder: Path) -> None:
         program = Path(sys.executable).with_name("weed")
@@ -41,7 +41,7 @@ class ObjectStorage:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a client of it is to be given."""
+        """Settings for a client."""
         return {"endpoint_url": self.url, "key": "any", "secret": "any", "use_listings_cache": False}
 
     def _answers(self) -> bool:
@@ -64,5 +64,5 @@ class ObjectStorage:
 
 
 def weed_ports(count: int) -> list[int]:
-    """Those of gRPC, which are 10,000 higher, are free and below the ports of connections too."""
+    """Free ports, whose gRPC ports (10,000 higher) are free too and below the ephemeral range."""
     return free_ports(count, lambda port: port < 20_000 and is_free(port) and is_free(port + 10_000))

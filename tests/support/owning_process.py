@@ -1,4 +1,4 @@
-"""A process that owns models, in memory, by a clock that only the test turns."""
+"""A process that owns models, in memory, with a clock that only the test advances."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ SECOND = 10**9
 
 
 class World:
-    """Brokers, and the clock."""
+    """The brokers and the clock."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -27,7 +27,7 @@ class World:
 
 
 class FakeModels:
-    """The service's side: its logs are fenced when they are taken."""
+    """The service's side: fences a log when it takes it over."""
 
     def __init__(self, world: World, name: str) -> None:
         self.opened = dict[str, int]()  # The last sequence that this process knows of each open log.
@@ -67,7 +67,7 @@ class FakeModels:
 
 
 class Process:
-    """One process; `beat` is all that it does by itself."""
+    """One process; `beat` does its periodic work."""
 
     def __init__(self, world: World, name: str) -> None:
         world.starts += 1
@@ -86,7 +86,7 @@ class Process:
         self.models.ownership = self.ownership
 
     async def begin(self) -> "Process":
-        """What `start` does, but that nothing happens by itself."""
+        """Do the same as `start`, but without periodic work."""
         await self.beat()
         return self
 
@@ -95,7 +95,7 @@ class Process:
         await idle()
 
     async def append(self, model: str) -> bool:
-        """Append a cut; whoever is refused gives the model up."""
+        """Append a cut; a process whose append is refused gives up the model."""
         log, last = self.world.log(model), self.models.opened[model]
         if log.append(self.name, "cut", last):
             self.models.opened[model] = last + 1
@@ -116,13 +116,13 @@ class Process:
 
 
 async def idle() -> None:
-    """Until nothing is under way."""
+    """Wait until no work is in progress."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 
 
 async def pass_time(world: World, processes: "list[Process]", seconds: float) -> None:
-    """Time goes on, and everybody does what it does by itself, two seconds apart."""
+    """Advance the clock, and let all processes do their periodic work every two seconds."""
     for _ in range(max(1, round(seconds / 2))):
         world.now_ns += 2 * SECOND
         for process in processes:

@@ -1,6 +1,6 @@
-"""A process that runs only `SharedOwners`, on real brokers: `... tests.support.owning_program URL NAME LEASE`.
+"""A process that only runs `SharedOwners`, on real brokers: `... tests.support.owning_program URL NAME LEASE`.
 
-It appends to the logs of its models again and again, and says line by line what happens.
+It keeps appending to the logs of its models, and prints one line per event.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def say(*words: object) -> None:
 
 
 class Logs:
-    """Streams of one subject, appended to with the last sequence that is expected."""
+    """Streams of one subject; appends state the expected last sequence number."""
 
     def __init__(self, js: JetStreamContext, name: str) -> None:
         self._js, self._name = js, name

@@ -1,4 +1,4 @@
-"""What a view is to do, worked out with plain dictionaries and sorted tuples, row by row."""
+"""A reference for views, with plain dictionaries and sorted tuples, row by row."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Rows = Mapping[int, Values]
 
 @dataclass
 class PlainTable:
-    """A model's table: rows that ever changed, and the version at which each last did."""
+    """A model's table: the rows that have changed, with the version of their last change."""
 
     table: TableSpec
     rows: dict[int, Values] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class PlainTable:
 
 @dataclass
 class PlainHeld:
-    """What replicas hold of a table: rows as they are sent, and the versions since which others are dirty."""
+    """What replicas have of a table: encoded rows, and the versions since which others are dirty."""
 
     source: PlainTable
     delivery: Delivery
@@ -54,7 +54,7 @@ class PlainHeld:
 
 
 class DirtyRow(NamedTuple):
-    """Of two, the one that compares less goes first."""
+    """Sorts by the order of sending."""
 
     sent_before: bool
     less_norm: float
@@ -67,7 +67,7 @@ class DirtyRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainRelease:
-    """What a release took, and what it left."""
+    """The rows that a release sent and left out."""
 
     taken: list[DirtyRow]
     left: list[DirtyRow]
@@ -75,7 +75,7 @@ class PlainRelease:
 
     @property
     def reasons(self) -> set[str]:
-        """What is to be found in the reason."""
+        """Texts to expect in the reason."""
         dirty, took = len(self.taken) + len(self.left), len(self.taken)
         if not self.left:
             return {f"took all {dirty} dirty row{'s' * (dirty != 1)}"}
@@ -87,7 +87,7 @@ class PlainRelease:
 
 
 class PlainModel:
-    """A model and one view of it."""
+    """A model with one view."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -102,7 +102,7 @@ class PlainModel:
                 each.rows[row], each.versions[row] = values, self.version
 
     def prepare(self, policy: Policy, overdue: int) -> tuple[PlainRelease, list[PlainHeld]]:
-        """The release that has the tables that a policy follows: what it takes, and the new tables, whole."""
+        """Make the release with the tables that a policy follows; returns it, and the new tables."""
         have = {each.delivery: each for each in self.held}
         followed = [each for each in self.tables if policy.follows(each.table)]
         wanted = [policy.delivery_of(each.table) for each in followed]

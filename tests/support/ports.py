@@ -1,4 +1,4 @@
-"""Ports of loopback for processes that are about to start."""
+"""Free loopback ports for processes that are about to start."""
 
 import contextlib
 import random
@@ -12,14 +12,14 @@ _reservations = set[int]()
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port."""
+    """Whether nothing listens on a port."""
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
         return True
     return False
 
 
 def free_ports(count: int, fits: Callable[[int], bool] = is_free) -> list[int]:
-    """Ports that nobody listens on now and that no connection takes; such as were given out before come last."""
+    """Ports on which nothing listens, outside the ephemeral range; those returned before come last."""
     found = list[int]()
     tried = random.sample(_PORTS, len(_PORTS))  # Others look for some at the same time.
     for port in sorted(tried, key=_reservations.__contains__):
@@ -32,5 +32,5 @@ def free_ports(count: int, fits: Callable[[int], bool] = is_free) -> list[int]:
 
 
 def free_port() -> int:
-    """One such port."""
+    """One free port."""
     return free_ports(1)[0]

@@ -1,4 +1,4 @@
-"""A real service process that a test may kill and start again."""
+"""A real service process, which a test may kill and restart."""
 
 import json
 import os
@@ -44,22 +44,19 @@ _WORKER, _WORKERS = (
 
 
 def _is_ours(port: int) -> bool:
-    """Whether a port is free, and no test of another worker looks at it."""
+    """Whether a port is free and no other test worker uses it."""
     return port % _WORKERS == _WORKER and is_free(port)
 
 
 class ServiceProcess(HttpStatus):
-    """`deltasync serve` on free ports, which it keeps over restarts.
+    """`deltasync serve` on free ports, which stay the same over restarts.
 
-    Its admin token is `ADMIN_TOKEN`.
-
-    It may have so many `files` open, if that is said. It is a fork of a process that has imported what it needs,
-    unless it is `fresh`. What it logs goes into the file `log`, if there is one. Its `environment` has these
-    variables besides: of those that the system looks at first, only a fresh one takes notice. It may be
-    `started_by` another command.
+    Its admin token is `ADMIN_TOKEN`. `files` limits its open files, `log` is a file for its log, and `environment`
+    has additional variables. `started_by` is a command that starts it. It is a fork of a process with its imports
+    done unless it is `fresh`; only a fresh process obeys variables that the system reads at start.
 
     Attributes:
-        ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
+        ahead_seconds: how far its clock is ahead of this process's, from its next start on.
     """
 
     def __init__(
@@ -84,9 +81,10 @@ class ServiceProcess(HttpStatus):
         self.process: subprocess.Popen[bytes] | Fork | None = None
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        """Start; it listens, unless it cannot have `announced` that: then it does once it answers.
+        """Start the process, and wait until it announces where it listens.
 
-        It can write nothing beyond so many bytes of a `largest_file`, which `largest_file_is` may change.
+        With `announced=False` it does not wait; use `wait_for_answer`. `largest_file` limits the size in bytes of
+        each file that it writes; `largest_file_is` changes the limit.
         """
         with suppress(IsADirectoryError):
             (self.data_dir / "endpoints.json").unlink(missing_ok=True)
@@ -102,7 +100,7 @@ class ServiceProcess(HttpStatus):
         return services().start(*command[1:], environment=self._environment, folder=str(Path.cwd()), err=err)
 
     def wait_until_announced(self) -> None:
-        """Wait until it says where it listens."""
+        """Wait until the process announces where it listens."""
         endpoints = self.data_dir / "endpoints.json"
         wait_for(lambda: self._has_begun(endpoints), "the service did not listen in time")
         found = json.loads(endpoints.read_text())
@@ -119,7 +117,7 @@ class ServiceProcess(HttpStatus):
         self.process.send_signal(number)
 
     def lines(self, pattern: str) -> list[str]:
-        """The lines of its log in which there is something."""
+        """The lines of the log that contain a text."""
         assert self.log
         return [line for line in self.log.read_text().splitlines() if re.search(pattern, line)]
 
@@ -131,7 +129,7 @@ class ServiceProcess(HttpStatus):
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def run_to_end(self) -> "subprocess.CompletedProcess[str]":
-        """Run a service that is expected not to start."""
+        """Run a service that should fail to start."""
         with tempfile.TemporaryFile("w+") as said:
             process = self._started(self._command(), said.fileno())
             try:
@@ -155,7 +153,7 @@ class ServiceProcess(HttpStatus):
         return begun
 
     def wait_for_answer(self) -> None:
-        """Wait until it answers HTTP where it did before it was started again."""
+        """Wait until it answers HTTP at its earlier address."""
         wait_for(self._answers, "the service did not answer in time")
 
     def _answers(self) -> bool:
@@ -183,5 +181,5 @@ class ServiceProcess(HttpStatus):
 
 
 def environment() -> dict[str, str]:
-    """What a process is started with: no settings of this one."""
+    """The process's environment, without DELTASYNC_ settings of this one."""
     return cleaned()

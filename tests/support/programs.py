@@ -1,4 +1,4 @@
-"""Running programs to their end, and ending with them whatever they have started."""
+"""Runs programs, and ends everything that they have started."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ _CLEANING_UP_SECONDS = 10.0
 
 
 def run_program(*command: str) -> "subprocess.CompletedProcess[str]":
-    """Its status and what it said. One that hangs fails the test, and nothing of it is left."""
+    """Run a program to its end; returns status and output. If it hangs, the test fails."""
     with started(*command, stderr=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=LONGEST_SECONDS)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
@@ -25,7 +25,7 @@ def run_program(*command: str) -> "subprocess.CompletedProcess[str]":
 def started(
     *command: str, stderr: int = subprocess.STDOUT, environment: Mapping[str, str] | None = None
 ) -> "Iterator[subprocess.Popen[str]]":
-    """A program in a session of its own, from this repository's folder; ended when the block ends."""
+    """Start a program in a new session, in this repository's folder; ended with the block."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -43,7 +43,7 @@ def started(
 
 @contextmanager
 def killed(process: "subprocess.Popen[AnyStr]") -> "Iterator[subprocess.Popen[AnyStr]]":
-    """A process that is killed when the block ends, with its pipes closed, if it has not ended before."""
+    """Kill a process at the end of the block, and close its pipes."""
     with process:
         try:
             yield process
@@ -52,7 +52,7 @@ def killed(process: "subprocess.Popen[AnyStr]") -> "Iterator[subprocess.Popen[An
 
 
 def cleaned() -> dict[str, str]:
-    """The environment without settings of ours, but for the form of lines that tests look for."""
+    """The environment without DELTASYNC_ settings, except the log format that tests expect."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -61,7 +61,7 @@ def cleaned() -> dict[str, str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """By a signal that programs clean up on, first: torchrun's ranks are in sessions of their own."""
+    """Send SIGTERM first, for cleanup: torchrun's ranks are in other sessions."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Python's prompt, into which a test pastes."""
+"""An interactive Python prompt, into which a test pastes code."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ _END = "pasted to here"
 
 
 class PythonPrompt:
-    """An interactive Python in a folder of its own, whose errors are those of a terminal."""
+    """An interactive Python in a folder, with its errors in the terminal output."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,7 +32,7 @@ class PythonPrompt:
         self._process.communicate()
 
     def paste(self, code: str) -> str:
-        """What the code prints, with an empty line after it. It fails where Python complains."""
+        """Paste code and an empty line; returns what it prints. Fails on a Python error."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin
         assert stdout

@@ -1,4 +1,4 @@
-"""A TCP proxy whose network fails as a test says."""
+"""A TCP proxy that simulates network failures."""
 
 import contextlib
 import socket
@@ -12,14 +12,14 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Forwards connections to a service, each way in a thread.
+    """Forwards connections to a service, with one thread per direction.
 
     Attributes:
-        address: HOST:PORT that clients are to use.
-        delay_seconds: for how long every piece is kept back, each way.
-        bytes_per_second: how much goes down; None = all.
-        twice: what a client sends first, up to so many bytes, is sent on a second connection too.
-        connections: how many were made.
+        address: HOST:PORT for clients.
+        delay_seconds: delay of all data, in both directions.
+        bytes_per_second: bandwidth towards clients; None = unlimited.
+        twice: number of first bytes from a client to repeat on a second connection.
+        connections: number of connections so far.
     """
 
     def __init__(self, target: str) -> None:
@@ -45,7 +45,7 @@ class Proxy:
         self.close()
 
     def close(self) -> None:
-        """Cut everything, and listen no more."""
+        """Cut all connections and stop listening."""
         self._closed.set()
         self._flowing.set()
         with contextlib.suppress(OSError):  # Else who accepts would go on, although it is closed.
@@ -63,12 +63,12 @@ class Proxy:
             each.close()
 
     def cut_after(self, direction: Direction, size: int) -> None:
-        """Reset all connections once so many more bytes have gone in one direction."""
+        """Reset all connections after this number of further bytes in one direction."""
         with self._lock:
             self._left[direction] = size
 
     def stall(self) -> None:
-        """Forward nothing more, and keep all connections, as a network that is gone does."""
+        """Keep all connections but stop forwarding, like a network that has gone away."""
         self._flowing.clear()
 
     def go_on(self) -> None:
@@ -132,7 +132,7 @@ class Proxy:
         return self.bytes_per_second if direction == "down" and self.bytes_per_second else 1 << 16
 
     def _passed(self, direction: Direction, size: int) -> tuple[int, bool]:
-        """How many of so many bytes go on, and whether that was the last."""
+        """The number of these bytes to forward, and whether they are the last."""
         with self._lock:
             left = self._left[direction]
             if left is None:

@@ -1,4 +1,4 @@
-"""Models that TorchRec has quantised for serving, and releases of the models that they were made of."""
+"""Models that TorchRec has quantised for serving, and releases of the models from which they were made."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +57,7 @@ _QUANTISED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class Model(nn.Module):
-    """Of three tables; a trainer publishes the first two."""
+    """Three tables, of which a trainer publishes the first two."""
 
     def __init__(self, dim: int = 16, *, sequences: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Model(nn.Module):
 
 
 def with_other_rows(model: Model) -> Model:
-    """The same with other rows in the published tables."""
+    """A copy with other rows in the published tables."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name in ("user", "item"):
@@ -88,7 +88,7 @@ def with_other_rows(model: Model) -> Model:
 
 
 def rows_of(model: Model, value_type: ValueType) -> dict[str, tuple[TableSpec, Values]]:
-    """What replicas hold of the published tables that are sent in a value type, by the tables' short names."""
+    """The rows that replicas have of the published tables with a value type, by the tables' short names."""
     kind = "embedding_bags" if hasattr(model.sparse, "embedding_bags") else "embeddings"
     held = {}
     for name in ("user", "item"):
@@ -100,7 +100,7 @@ def rows_of(model: Model, value_type: ValueType) -> dict[str, tuple[TableSpec, V
 
 
 def release_of(number: int, model: Model, changed: dict[str, Ids], value_type: ValueType, **what: Any) -> Release:
-    """A release of some rows, by table, as the model has them just now: those of zeros are deleted."""
+    """A release of some current rows, by table; rows of zeros are deletes."""
     held, rows = rows_of(model, value_type), []
     for name, ids in changed.items():
         table, values = held[name]
@@ -112,13 +112,13 @@ def release_of(number: int, model: Model, changed: dict[str, Ids], value_type: V
 
 
 def whole(model: Model, value_type: ValueType = ValueType.INT8_TBE) -> Release:
-    """A first release, of all rows."""
+    """A first release, with all rows."""
     changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
     return release_of(1, model, changed, value_type, resync=True)
 
 
 def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module:
-    """A copy of a model as TorchRec quantises it."""
+    """A copy of a model, quantised by TorchRec."""
     fresh = copy.deepcopy(model)
     quant_prep_customize_row_alignment(fresh, [EmbeddingBagCollection, EmbeddingCollection], alignment)
     made: nn.Module = quantize_embeddings(
@@ -132,12 +132,12 @@ def quantised(model: nn.Module, bits: int = 8, alignment: int = 16) -> nn.Module
 
 
 def tbes_of(module: nn.Module) -> list[Any]:
-    """The TBEs of a quantised model that is not sharded."""
+    """The TBEs of an unsharded quantised model."""
     return [tbe for each in module.modules() for tbe in getattr(each, "_emb_modules", ())]
 
 
 def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
-    """All that TBEs hold, padding too, by table."""
+    """All bytes of TBEs, including padding, by table."""
     return {
         spec[0]: view[0].cpu().numpy().tobytes()
         for tbe in tbes_of(module)
@@ -147,7 +147,7 @@ def tbe_bytes(module: nn.Module) -> dict[str, bytes]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """What is sharded for inference is sharded among CPUs."""
+    """Make TorchRec shard for inference on CPUs."""
     before = get_propogate_device()
     set_propogate_device(True)
     try:
@@ -157,12 +157,12 @@ def on_cpu() -> Iterator[None]:
 
 
 def tbe_memory_of(module: nn.Module) -> list[torch.Tensor]:
-    """What TBEs keep rows in."""
+    """The memory in which TBEs have their rows."""
     return [view[0] for tbe in tbes_of(module) for view in tbe.split_embedding_weights_with_scale_bias(0)]
 
 
 def outputs(module: nn.Module, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """What a lookup of each row gives, by table."""
+    """The result of looking up each row, by table."""
     most = max(SIZES.values())
     ids = torch.cat([torch.arange(rows) for rows in SIZES.values()])
     lengths = torch.cat([(torch.arange(most) < rows).int() for rows in SIZES.values()])
@@ -179,23 +179,23 @@ Shards = list[tuple[int, int, int, int]]
 
 
 def by_rows(rows: int, dim: int, ranks: int = 2) -> Shards:
-    """As TorchRec shards a table by rows."""
+    """Shard a table by rows, like TorchRec."""
     block = -(-rows // ranks)
     return [(first, 0, min(block, rows - first), dim) for first in range(0, rows, block)]
 
 
 def by_columns(rows: int, dim: int) -> Shards:
-    """A table's two halves."""
+    """Split a table into two halves of columns."""
     return [(0, 0, rows, dim // 2), (0, dim // 2, rows, dim // 2)]
 
 
 def whole_tables(rows: int, dim: int) -> Shards:
-    """A table on one rank."""
+    """Put a table on one rank."""
     return [(0, 0, rows, dim)]
 
 
 def collision_sharders() -> list[ModuleSharder[Any]]:
-    """What shards quantised collections with managed collision."""
+    """Sharders for quantised collections with managed collision."""
     fused: dict[str, Any] = dict(DEFAULT_FUSED_PARAMS)
     collision = InferManagedCollisionCollectionSharder()
     return [
@@ -210,7 +210,7 @@ def sharded(
     sharders: Sequence[ModuleSharder[nn.Module]] = tuple(DEFAULT_SHARDERS),
     ranks: int = 2,
 ) -> nn.Module:
-    """A quantised model sharded for inference on some ranks of this process: "table_wise" and so on.
+    """Shard a quantised model for inference over ranks of this process: "table_wise" and so on.
 
     See `on_cpu`.
     """

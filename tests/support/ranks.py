@@ -1,4 +1,4 @@
-"""Running scripts on several gloo ranks."""
+"""Runs scripts on several gloo ranks."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ Rank: TypeAlias = Union["subprocess.Popen[str]", Program]
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> str:
-    """Run `torchrun ... ARGUMENTS`; its output. A rank that fails, fails the test."""
+    """Run `torchrun ... ARGUMENTS`; returns its output. The test fails if a rank fails."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     done = run_program(*launcher, *arguments)
     output = done.stdout + done.stderr
@@ -27,9 +27,9 @@ def torchrun(*arguments: str, ranks: int = 2) -> str:
 
 
 def run_ranks(*arguments: str, ranks: int = 2) -> str:
-    """Run `python ARGUMENTS` as torchrun does, with its store in this process: a process less to start.
+    """Run `python ARGUMENTS` like torchrun, with the store in this process, which saves a process.
 
-    Returns their output. A rank that fails ends the others and fails the test.
+    Returns the output. If a rank fails, ends the others and fails the test.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with ThreadPoolExecutor(ranks) as threads, ExitStack() as stack:
@@ -44,14 +44,14 @@ def run_ranks(*arguments: str, ranks: int = 2) -> str:
 
 
 def _rank(*arguments: str, environment: Mapping[str, str]) -> AbstractContextManager[Rank]:
-    """No fork where there is a GPU, since CUDA does not survive it, nor where the interpreter has options."""
+    """Do not fork on a GPU machine, because CUDA does not survive a fork, nor with interpreter options."""
     if torch.cuda.is_available() or "PYTHONOPTIMIZE" in os.environ:
         return started(sys.executable, *arguments, environment=environment)
     return forked(*arguments, environment=environment)
 
 
 def _environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
-    """What torchrun tells its ranks."""
+    """The variables that torchrun sets for its ranks."""
     return {
         # By their hashes of names do ranks find what others send them when a table is moved (gloo heeds tags).
         **AT_START,
@@ -68,7 +68,7 @@ def _environment(store: TCPStore, rank: int, ranks: int) -> dict[str, str]:
 
 
 def _output(process: Rank, of_all: Sequence[Rank]) -> str:
-    """What a rank said until its end; others would wait for one that has failed."""
+    """The output of a rank until its end; ends the other ranks if it fails."""
     try:
         output, _ = process.communicate(timeout=LONGEST_SECONDS)
     finally:
@@ -79,10 +79,10 @@ def _output(process: Rank, of_all: Sequence[Rank]) -> str:
 
 
 def leave() -> None:
-    """End a rank that has done its work, without the interpreter's own shutdown.
+    """End a rank without the interpreter's shutdown.
 
-    It aborts where a gloo thread of torch 2.13 drops a tensor by then, that of a last barrier say ("terminate
-    called without an active exception").
+    That would abort if a gloo thread of torch 2.13 frees a tensor at that time, for example of a last barrier
+    ("terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A Redis client that ends its process, in earnest or in play, before the n-th thing that it sends."""
+"""A Redis client that ends its process, really or in simulation, before the n-th command that it sends."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ from deltasync.client.targets import redis_store
 
 
 class Killed(BaseException):
-    """What stands for SIGKILL inside of a process: nothing catches it."""
+    """Simulates SIGKILL inside a process: nothing catches it."""
 
 
 @contextmanager
 def single_commands(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every field is written by a command of its own, which is sent alone: a process can end between any two."""
+    """Send every field in a separate command, so that a process can end between any two of them."""
     with patch.context() as patched:
         patched.setattr(redis_store, "_COMMAND_FIELDS", 1)
         patched.setattr(redis_store, "_BATCH_COMMANDS", 1)
@@ -27,7 +27,7 @@ def single_commands(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class PlayDead:
-    """Raises `Killed`, and lets nothing be sent by what is cleaned up then."""
+    """Raises `Killed`, and sends nothing during the cleanup that follows."""
 
     def __init__(self) -> None:
         self._dead = False
@@ -40,7 +40,7 @@ class PlayDead:
 
 
 class Sends:
-    """A client, and what happens before each time that it sends, or after."""
+    """A client, with a function to call before or after each send."""
 
     def __init__(self, server: RedisServer, *, after: bool = False) -> None:
         self.count = 0
@@ -48,7 +48,7 @@ class Sends:
         self.client = mortal(server.client(), 0, self._next, after=after)
 
     def do(self, then: dict[int, Callable[[], None]]) -> None:
-        """From now on, do something at the n-th time, counted from 0."""
+        """Call a function at the n-th send from now, counted from 0."""
         self._then, self.count = then, 0
 
     def _next(self) -> None:
@@ -61,7 +61,7 @@ def kill_this_process() -> None:
 
 
 def mortal(client: "redis.Redis", commands: int, die: Callable[[], None], *, after: bool = False) -> "redis.Redis":
-    """Let a client send so many times, and then die, before each time that it sends, or after."""
+    """Let a client die before or after the n-th send."""
     left = [commands]
     pool: Any = client.connection_pool
     base: Any = pool.connection_class

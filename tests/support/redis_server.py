@@ -1,4 +1,4 @@
-"""A real Redis, or Valkey, in a folder of its own, that a test may kill and start again."""
+"""A real Redis or Valkey server in a folder, which a test may kill and restart."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
 class RedisServer:
-    """A server that listens on a socket in a folder, and keeps nothing on disk."""
+    """A server on a socket in a folder, without persistence."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.socket = str(folder / "redis.sock")

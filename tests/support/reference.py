@@ -1,9 +1,10 @@
-"""Write the reference pages from the code: `make docs`.
+"""Writes the reference pages from the code: `make docs`.
 
-Each page is made from what the program itself reads: click's commands and options, the declared limits and policy
-fields, the metrics, the events and the OpenAPI document. A test compares the pages with what this makes.
+Each page comes from definitions in the program: click's commands and options, the declared limits and policy
+fields, the metrics, the events and the OpenAPI document. A test compares the pages with this output.
 """
 
+import inspect
 import logging
 import re
 from collections import Counter
@@ -32,21 +33,35 @@ def commands() -> str:
     """The page of all commands, their arguments and options."""
     pieces = list(_commands(cli, ("deltasync",)))
     counts = Counter(row for _, rows in pieces for row in rows)
-    shared = [row for row, count in counts.items() if count > 9]
+    shared = {row: count > 9 for row, count in counts.items() if count > 3}
     text = "# Commands\n\n"
-    text += "Options of every command that asks a service, which the tables below leave out:\n\n"
-    text += _table(_OPTION, shared)
+    text += "Every command that asks a service takes these options, `--by` only if it changes something:\n\n"
+    text += _list(row for row, everywhere in shared.items() if everywhere)
+    text += "\nCommands that name them below also take these:\n\n"
+    text += _list(row for row, everywhere in shared.items() if not everywhere)
     for words, rows in pieces:
-        own = [row for row in rows if row not in shared]
-        text += f"\n{words}" + (f"\n{_table(_OPTION, own)}" if own else "")
+        own = _list(row for row in rows if row not in shared)
+        also = ", ".join(row[0] for row in rows if not shared.get(row, True))
+        text += f"\n{words}" + ("\n" if own or also else "") + own + (f"- {also}\n" if also else "")
     return text
 
 
-_OPTION = ("option", "default", "meaning")
+_POLICY_FLAGS = {each.flags[0] for each in FIELDS}
+# Names and values of an option, its default, and its meaning.
+_Option = tuple[str, str, str]
 
 
-def _commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Each command: its heading and help, and a row for each option."""
+def _list(options: Iterable[_Option]) -> str:
+    lines = []
+    for name, default, meaning in options:
+        value = default.strip("`")
+        known = "" if value in ("", "off") else " (required)" if value == "required" else f" (default {value})"
+        lines.append(f"- {name}{known}: {meaning}\n")
+    return "".join(lines)
+
+
+def _commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[str, list[_Option]]]:
+    """Each command: its heading and help, and its options."""
     context = click.Context(command, info_name=" ".join(names))
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
@@ -54,26 +69,44 @@ def _commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[
                 yield from _commands(sub, (*names, name))
         return
     with command.make_context(" ".join(names), [], resilient_parsing=True) as context:
-        name, usage = " ".join(names), " ".join([*names[1:], *command.collect_usage_pieces(context)])
-        words = f"## {name}\n\n`deltasync {usage}`\n\n{_paragraphs(command.help or '')}\n"
+        usage = " ".join([*names, *command.collect_usage_pieces(context)]).replace(" [OPTIONS]", "")
+        words = f"## {usage}\n\n{_paragraphs(command.help or '')}\n"
         options = [each for each in command.get_params(context) if isinstance(each, click.Option)]
         if command is serve:
             yield f"{words}\nIts options are the [settings](settings.md).\n", []
+        elif {each.opts[0] for each in options} >= _POLICY_FLAGS:
+            rest = [each for each in options if each.opts[0] not in _POLICY_FLAGS]
+            yield f"{words}\nA flag for each [policy field](policy.md) sets it.\n", _options(rest, context)
         else:
-            yield words, [_option(each, context) for each in options if "--help" not in each.opts]
+            yield words, _options(options, context)
+
+
+def _options(options: Iterable[click.Option], context: click.Context) -> list[_Option]:
+    return [_option(each, context) for each in options if "--help" not in each.opts]
 
 
 def _paragraphs(text: str) -> str:
-    """A help text as Markdown: paragraphs stay as they are, and one that begins with \\b is a block."""
+    """A help text as Markdown. Keeps paragraphs; one that starts with \b becomes a code block."""
     found = []
-    for paragraph in re.split(r"\n\s*\n", re.sub(r"(?m)^ +", "", text.strip())):
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         verbatim = paragraph.removeprefix("\b\n")
         found.append(f"```text\n{verbatim}\n```" if verbatim != paragraph else " ".join(paragraph.split()))
     return "\n\n".join(found)
 
 
-def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
-    metavar = "" if option.is_flag or option.count else " " + option.make_metavar(context)
+# Click's names of types, and words for them.
+_TYPES = {
+    "INTEGER RANGE": "NUMBER",
+    "INTEGER": "NUMBER",
+    "FLOAT RANGE": "NUMBER",
+    "FLOAT": "NUMBER",
+    "DIRECTORY": "DIR",
+}
+
+
+def _option(option: click.Option, context: click.Context) -> _Option:
+    named = option.make_metavar(context)
+    metavar = "" if option.is_flag or option.count else " " + _TYPES.get(named, named)
     flags = ", ".join((*option.opts, *option.secondary_opts))
     return f"`{flags}{metavar}`", _default(option, context), option.help or ""
 
@@ -84,7 +117,7 @@ def _default(option: click.Option, context: click.Context) -> str:
     default = option.get_default(context, call=False)
     if option.required:
         return "required"
-    if default is None or default == () or callable(default) or str(default).startswith("Sentinel"):
+    if default in (None, (), "") or callable(default) or str(default).startswith("Sentinel"):
         return ""
     if option.is_flag:
         return "on" if default else "off"
@@ -92,10 +125,10 @@ def _default(option: click.Option, context: click.Context) -> str:
 
 
 def settings() -> str:
-    """The page of the settings of `deltasync serve`, and of the limits of what peers may take."""
+    """The page of the settings of `deltasync serve`, and of the limits for peers."""
     context = click.Context(serve, info_name="deltasync serve")
     options = [each for each in serve.get_params(context) if isinstance(each, click.Option) and each.help]
-    rows = [_option(each, context) for each in options if "--help" not in each.opts]
+    rows = _options(options, context)
     limits = [
         (
             f"`{each.name}`",
@@ -206,7 +239,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    """A cell of a table: in one line, and without a bar that would end it."""
+    """A table cell: on one line, and with bars escaped."""
     return re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split()))
 
 
@@ -216,7 +249,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def page(name: str) -> str:
-    """A page as its file is to be."""
+    """The content of a page's file."""
     return _MADE + PAGES[name]()
 
 

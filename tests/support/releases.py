@@ -1,4 +1,4 @@
-"""Releases: what they bring, by table, and tables that change while replicas are sent them."""
+"""The content of releases by table, and tables that change while replicas receive releases."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ MEMORY_BYTES = 1 << 20
 
 
 class ChangingTables:
-    """Tables of which releases are made, in the event loop: whoever awaits something lets others change them.
+    """Tables to make releases of, in the event loop; they may change at every await.
 
     Attributes:
         tables: the tables.
-        past: of each number, the rows of all tables.
-        open: whether replicas may be given the tables.
-        releases: what replicas are sent.
+        past: the rows of all tables, by version number.
+        open: whether replicas may receive the tables.
+        releases: the releases for replicas.
     """
 
     def __init__(self, specs: Sequence[TableSpec], memory_bytes: int = MEMORY_BYTES) -> None:
@@ -38,7 +38,7 @@ class ChangingTables:
         return len(self.past) - 1
 
     def change(self, *batches: RowBatch) -> None:
-        """Make the next number of some rows."""
+        """Change some rows, as the next version."""
         by_name = {table.spec.name: table for table in self.tables}
         for batch in batches:
             by_name[batch.table.name].apply(batch, self.head + 1)
@@ -46,13 +46,13 @@ class ChangingTables:
         self.releases.have(None, self.head)
 
     def write(self, slot: int, ids: Sequence[int], value: float = 0) -> None:
-        """Make the next number: rows of a table become a value, or the number."""
+        """Set rows of a table to a value, or to the version number, as the next version."""
         spec = self.tables[slot].spec
         values = np.full((len(ids), spec.dim), value or self.head + 1, spec.dtype)
         self.change(RowBatch.of_table(spec, ids, values))
 
     def delete(self, slot: int, ids: Sequence[int]) -> None:
-        """Make the next number: rows of a table are deleted."""
+        """Delete rows of a table, as the next version."""
         self.change(RowBatch.deletes(Shard.whole(self.tables[slot].spec), ids))
 
     async def get(self, after: int, whole: frozenset[int] = NO_TABLES) -> Release:
@@ -81,12 +81,12 @@ def frozen(release: Release) -> FrozenRelease:
 
 
 def live_rows(release: Release) -> dict[int, RowBatch]:
-    """The rows that are there, by slot."""
+    """The rows that exist, by slot."""
     return _by_slot(frozen(release).chunks, deleted=False)
 
 
 def deleted_rows(release: Release) -> dict[int, RowBatch]:
-    """The rows that are no more, by slot."""
+    """The deleted rows, by slot."""
     return _by_slot(frozen(release).chunks, deleted=True)
 
 

@@ -1,6 +1,6 @@
-"""A rank that plays some scenarios of a package, and writes down how each ended.
+"""A rank that runs scenarios of a package and records their outcomes.
 
-Arguments: the package, a folder, and which scenarios for this number of ranks; all, if none are named.
+Arguments: the package, a folder, and the scenarios to run with this number of ranks; all if none are named.
 """
 
 import json

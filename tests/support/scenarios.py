@@ -1,6 +1,6 @@
-"""Scenarios that ranks play together, each a test of its own.
+"""Scenarios that ranks run together, each as a separate test.
 
-Starting ranks takes longer than what a few of them do, so that one run plays many.
+Starting ranks takes longer than most scenarios, so one start runs many of them.
 """
 
 import faulthandler
@@ -39,11 +39,11 @@ class Scenario:
 
 
 class Scenarios:
-    """Those of a package, which has them as `SCENARIOS` once it is imported.
+    """The scenarios of a package, which defines them as `SCENARIOS`.
 
     Args:
         package: its name.
-        one_by_day: run only the first scenario of each topic by day, and all of them at night.
+        one_by_day: by day only run the first scenario of each topic, at night all of them.
     """
 
     def __init__(self, package: str, *, one_by_day: bool = False) -> None:
@@ -56,7 +56,7 @@ class Scenarios:
     def scenario(
         self, topic: str, *, ranks: int, nightly: bool = False
     ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        """Register what must hold on this number of ranks. One that takes long is `nightly`."""
+        """Register a scenario for this number of ranks; one that takes long is `nightly`."""
 
         def register(play: Callable[[], None]) -> Callable[[], None]:
             self._all.append(Scenario(topic, ranks, play, nightly))
@@ -68,12 +68,12 @@ class Scenarios:
         return [one for one in self if one.ranks == ranks]
 
     def by_day(self, ranks: int) -> list[Scenario]:
-        """Those for so many ranks that every run of the tests plays."""
+        """The scenarios for a number of ranks that every test run includes."""
         short = [one for one in self.of(ranks) if not one.nightly]
         return list({one.topic: one for one in reversed(short)}.values()) if self._one_by_day else short
 
     def played(self, folder: Path, ranks: int) -> "Outcomes":
-        """Those for so many ranks, to be played in a folder."""
+        """Run the scenarios for a number of ranks in a folder."""
         by_day = self.by_day(ranks)
         at_night = [one for one in self.of(ranks) if one not in by_day]
         shares = [some[first : first + MANY] for some in (by_day, at_night) for first in range(0, len(some), MANY)]
@@ -81,7 +81,7 @@ class Scenarios:
 
 
 class Outcomes:
-    """How scenarios have ended; ranks are started for a share of them when the first of it is asked for."""
+    """The outcomes of scenarios. Starts ranks for a share of the scenarios when the first of them is needed."""
 
     def __init__(self, package: str, folder: Path, shares: list[list[Scenario]]) -> None:
         self._package, self._folder, self._shares = package, folder, shares
@@ -106,7 +106,7 @@ class Outcomes:
 
 
 def parametrized(scenarios: Scenarios, ranks: int) -> pytest.MarkDecorator:
-    """Has a test check each scenario for so many ranks."""
+    """Parametrise a test over all scenarios for a number of ranks."""
     by_day = scenarios.by_day(ranks)
     return pytest.mark.parametrize(
         "scenario",
@@ -118,9 +118,9 @@ def parametrized(scenarios: Scenarios, ranks: int) -> pytest.MarkDecorator:
 
 
 def play_all(scenarios: list[Scenario]) -> Iterator[tuple[str, str]]:
-    """The id of each scenario, and how it failed on this rank: "" if it did not.
+    """The id of each scenario, and its error on this rank; "" if it passed.
 
-    Those after one that left a rank alone in a collective are not played.
+    Skips the scenarios after one that left a rank alone in a collective.
     """
     together = dist.new_group(timeout=timedelta(seconds=LONGEST_SECONDS))
     for one in scenarios:
@@ -145,7 +145,7 @@ def _play(one: Scenario) -> tuple[str, bool]:
 
 
 def _told(error: BaseException) -> str:
-    """Its traceback, with what the last function called knew: assertions do not show their values here."""
+    """The traceback, with local variables of the last function, because assertions do not show values here."""
     told = "".join(TracebackException.from_exception(error).format())
     last = error.__traceback__
     while last and last.tb_next:

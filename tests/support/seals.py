@@ -1,4 +1,4 @@
-"""Seals of which a test says only what it needs."""
+"""Seals with defaults, so that a test only states what matters."""
 
 from deltasync.core.seal import Seal
 

@@ -1,4 +1,4 @@
-"""A service in a thread of the test's own process, on free ports: quick to start, no signals, no kill."""
+"""A service in a thread of the test's process, on free ports: starts quickly, but has no signals and no kill."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ class RunningService(HttpStatus):
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        """Start, or raise what has kept the service from listening."""
+        """Start the service; raises the error that prevented it from listening."""
         self._endpoints.unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self._thread.start()
@@ -62,7 +62,7 @@ class RunningService(HttpStatus):
         self.grpc, self.http = found["grpc"], found["http"]
 
     def stop(self) -> None:
-        """Drain, or raise what has ended the service."""
+        """Drain the service; raises the error that ended it."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_DEADLINE_SECONDS)

@@ -1,4 +1,4 @@
-"""What every service imports and compiles when it starts."""
+"""The modules that every service imports and compiles at start."""
 
 import deltasync.api.process
 import deltasync.cli.serve  # noqa: F401

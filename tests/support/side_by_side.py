@@ -1,4 +1,4 @@
-"""A tracker and the plain model of it, doing the same things; what one says is held against the other."""
+"""Runs the same operations on a tracker and on its plain model, and compares their results."""
 
 import io
 import math
@@ -24,7 +24,7 @@ _MOMENTUM = (TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST, TrackingMod
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that is done to both: a method of `SideBySide`, and its arguments."""
+    """An operation for both: a method of `SideBySide` and its arguments."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -48,7 +48,7 @@ class _Checkpoint:
 
 
 class SideBySide:
-    """Runs operations. Subclasses add those that train."""
+    """Runs operations. Subclasses add operations that train."""
 
     def __init__(self, model: nn.Module, options: TrackerOptions) -> None:
         self.model, self._options = model, options
@@ -70,7 +70,7 @@ class SideBySide:
         assert not self.plain.lost()
 
     def values(self, mode: TrackingMode) -> Values:
-        """Every row as a consumer of a mode is given it."""
+        """Every row, as a consumer with a mode gets it."""
         return {
             (table.name, table.row_offset + row): values.tobytes()
             for table in self.tracker.tables
@@ -159,7 +159,7 @@ class SideBySide:
         self._check_read(name, delta, (first, self.plain.top_k(name, chosen)))
 
     def acknowledge(self, number: int) -> None:
-        """With the newest token, an older one, one that was used, one of a consumer that is gone."""
+        """Acknowledge the newest token, an older one, a used one, or one of a removed consumer."""
         if self._tokens:
             token, read = self._tokens[-1 - number % len(self._tokens)]
             assert self.tracker.acknowledge(token) == self.plain.acknowledge(read)
@@ -179,7 +179,7 @@ class SideBySide:
         )
 
     def restore(self) -> None:
-        """A new process takes up the last checkpoint."""
+        """Load the last checkpoint in a new tracker."""
         if self._checkpoint is None:
             return
         for live, saved in zip(self._live(), self._checkpoint.weights, strict=True):
@@ -201,7 +201,7 @@ class SideBySide:
 
     @property
     def modes_with_state(self) -> Sequence[TrackingMode]:
-        """Modes that read what an optimizer keeps of all rows; none by default."""
+        """Modes that read optimizer states of all rows; none by default."""
         return ()
 
     def _live(self) -> list[torch.Tensor]:
@@ -209,7 +209,7 @@ class SideBySide:
         return [one.weight for one in shards] + [one.momentum for one in shards if one.momentum is not None]
 
     def _if_known(self, name: str, call: Callable[[str], Any], then: Callable[[str], Any] | None = None) -> bool:
-        """Call both, if there is such a consumer; if there is none, the tracker has to say so."""
+        """Call both if there is such a consumer; otherwise check that the tracker raises an error."""
         if name not in self.plain.consumers:
             with pytest.raises(NotFound, match=name):
                 call(name)
@@ -250,7 +250,7 @@ class SideBySide:
             assert smallest >= left or math.isclose(smallest, left, rel_tol=1e-4, abs_tol=1e-5)
 
     def _norm(self, name: str, row: Row) -> float:
-        """NaN, and what it is not known to have been, above everything."""
+        """The norm of a row's change; NaN and rows without a known earlier value rank above everything."""
         consumer = self.plain.consumers[name]
         table = next(table for table in self.tracker.tables if table.name == row[0])
         dtype = _tensor(table, consumer.mode).numpy().dtype
@@ -264,7 +264,7 @@ class SideBySide:
         return math.inf if math.isnan(norm) else norm
 
     def _most_bytes(self) -> int:
-        """Stamps and copies, and for each consumer what it was given, and rows to be carried over."""
+        """Upper bound of memory: stamps and copies, and for each consumer its first values and carried rows."""
         rows = sum(table.rows for table in self.tracker.tables)
         stamps = sum(4 * table.rows + 12 * -(-table.rows // 64) for table in self.tracker.tables)
         live = sum(tensor.nbytes for tensor in self._live())
@@ -272,7 +272,7 @@ class SideBySide:
 
     @property
     def bytes_under_way(self) -> int:
-        """Of what comes on top for a while."""
+        """Additional memory that is only used for a while."""
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Stamped tables that hold given rows."""
+"""Stamped tables with given rows."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from deltasync.core.tables import TableSpec
 
 
 def stamped_table(spec: TableSpec, rows: Values, stamps: Stamps) -> StampedTable:
-    """A table with these rows and stamps, as it is once a checkpoint is loaded."""
+    """A table with these rows and stamps, as after loading a checkpoint."""
     table = StampedTable(spec)
     live, deleted = np.flatnonzero(stamps > 0), np.flatnonzero(stamps < 0)
     table.load(live, stamps[live], row_digests(rows[live]), rows[live])

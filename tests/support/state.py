@@ -1,4 +1,4 @@
-"""What a service holds, seen from outside."""
+"""The state of a service, seen from outside."""
 
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ class Reachable(Protocol):
 
 
 def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
-    """A consumer's lag without what grows with time."""
+    """A consumer's lag without the values that grow with time."""
     lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
     for each in (lag, *lag["replicas"]):
         each["lag"] = {name: value for name, value in each["lag"].items() if "seconds" not in name}
@@ -29,7 +29,7 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
 
 
 def rows_of(service: Reachable) -> dict[str, np.ndarray]:
-    """Every row the service gives to a new replica of consumer "probes"."""
+    """All rows that the service sends to a new replica of consumer "probes"."""
     head = service.get_json("/consumers/probes/lag")["head"]
     target = NumpyTarget()
     with Subscriber(SubscriberOptions(service=service.grpc, consumer="probes", replica="probe"), target) as probe:

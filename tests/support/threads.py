@@ -9,7 +9,7 @@ WAIT = 30
 
 @contextmanager
 def threads(*tasks: Callable[[], object]) -> Iterator[None]:
-    """Run tasks in threads of their own; what they raise is raised here."""
+    """Run each task in a thread; raises their errors here."""
     failures: list[BaseException] = []
 
     def run(task: Callable[[], object]) -> None:

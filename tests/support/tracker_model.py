@@ -1,6 +1,6 @@
-"""What the tracker is to say, worked out with plain sets: which rows are due to whom, and what everybody holds.
+"""A reference for the tracker, with plain sets: which rows are due to each consumer, and which it has.
 
-Nothing here knows of stamps, cursors or tensors. A row is a table's FQN and a global row id; a value is its bytes.
+It does not know stamps, cursors or tensors. A row is a table's FQN and a global row id; a value is its bytes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +20,13 @@ WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.R
 
 @dataclass(eq=False)
 class ModelConsumer:
-    """What one consumer is known to hold.
+    """The known state of one consumer.
 
     Attributes:
-        holds: what it has acknowledged; None for what it was never given.
-        due: rows it must be offered.
-        offered: what it was given since without acknowledging it, and may therefore hold: read and value.
-        acknowledged: the newest of its reads that was acknowledged.
+        holds: the values that it has acknowledged; None for rows that it never got.
+        due: rows that the tracker must offer.
+        offered: read and value of rows that it got since without acknowledging them, and so may have.
+        acknowledged: the newest read that it has acknowledged.
     """
 
     mode: TrackingMode
@@ -36,18 +36,18 @@ class ModelConsumer:
     acknowledged: int = 0
 
     def may_hold(self, row: Row) -> set[bytes | None]:
-        """Its receiver may have taken a delta although the acknowledgement got lost."""
+        """Values that the receiver may have, because an acknowledgement may have been lost."""
         return {self.holds[row], *self.offered.get(row, {}).values()}
 
 
 @dataclass(eq=False)
 class ModelRead:
-    """What one read has given to a consumer.
+    """The result of one read of a consumer.
 
     Attributes:
-        number: reads are numbered as they come.
-        deletes: rows it was told are no more, and what is left of them.
-        carried: rows that were due, and left for later.
+        number: sequence number of the read.
+        deletes: rows that it reported as deleted, with their remaining values.
+        carried: due rows that it left for later.
         later: rows that have changed since.
     """
 
@@ -60,12 +60,12 @@ class ModelRead:
 
 
 class TrackerModel:
-    """Follows a tracker: every method is called when the tracker's of the same name is.
+    """Follows a tracker: tests call each method together with the tracker's of the same name.
 
     Attributes:
         consumers: by name.
-        silent: rows that have changed in a way the tracker was told to overlook.
-        deleted: rows that are no more.
+        silent: rows that have changed in a way that the tracker was told to ignore.
+        deleted: deleted rows.
     """
 
     def __init__(self, read: Reader) -> None:
@@ -84,13 +84,13 @@ class TrackerModel:
     # -- what happens to rows
 
     def settle(self) -> None:
-        """Rows with other bits than before have changed."""
+        """Mark rows whose bits differ from before as changed."""
         now = self.read_values(TrackingMode.EMBEDDING_LAST)
         self.mark(row for row in self.rows if now[row] != self._seen[row])
         self._seen = dict(now)
 
     def overlook(self) -> None:
-        """What has changed since the last `settle` is not to be noticed."""
+        """Ignore all changes since the last `settle`."""
         now = self.read_values(TrackingMode.EMBEDDING_LAST)
         self.silent |= {row for row in self.rows if now[row] != self._seen[row]}
         self._seen = dict(now)
@@ -101,7 +101,7 @@ class TrackerModel:
         self._change(changed)
 
     def delete(self, rows: set[Row]) -> None:
-        """Nobody is known to hold any value of them until told."""
+        """Delete rows: no consumer is known to have any value of them until it gets the delete."""
         now = self.read_values(TrackingMode.EMBEDDING_LAST)
         self._seen |= {row: now[row] for row in rows}
         self.deleted |= rows
@@ -123,7 +123,7 @@ class TrackerModel:
         self.begin(name, mode)
 
     def begin(self, name: str, mode: TrackingMode) -> None:
-        """It holds everything as it is now."""
+        """Start a consumer that has all current rows."""
         self.consumers[name] = ModelConsumer(mode, dict(self.read_values(mode)))
 
     def remove(self, name: str) -> None:
@@ -143,12 +143,12 @@ class TrackerModel:
         return self._read(self.consumers[name], self.consumers[name].due - self.deleted, set())
 
     def candidates(self, name: str) -> set[Row]:
-        """Rows to rank: all that are due, even if they are as they were."""
+        """Rows to rank: all due rows, even unchanged ones."""
         self.settle()
         return self.consumers[name].due - self.deleted
 
     def top_k(self, name: str, chosen: set[Row]) -> ModelRead:
-        """A read of these rows alone."""
+        """A read of only these rows."""
         return self._read(self.consumers[name], chosen, self.candidates(name) - chosen)
 
     def _read(self, consumer: ModelConsumer, rows: set[Row], carried: set[Row]) -> ModelRead:
@@ -174,7 +174,7 @@ class TrackerModel:
         return True
 
     def lost(self) -> set[tuple[str, Row]]:
-        """Rows of which a consumer may hold an old value without ever being offered the current one."""
+        """Rows of which a consumer may have an old value without ever being offered the current one."""
         return {
             (name, row)
             for name, consumer in self.consumers.items()
@@ -189,9 +189,9 @@ class TrackerModel:
         return deepcopy(self.consumers)
 
     def load(self, saved: "Mapping[str, ModelConsumer]", silent: set[Row], deleted: set[Row]) -> None:
-        """The rows are by now as they were.
+        """Restore an earlier state.
 
-        What was read and not acknowledged is as if it never was; what was overlooked is taken as held.
+        Reads that were not acknowledged never happened, and ignored changes count as known to consumers.
         """
         self.consumers = deepcopy(dict(saved))
         for consumer in self.consumers.values():

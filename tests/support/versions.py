@@ -1,4 +1,4 @@
-"""Many small versions, as the log of a model has them: how large it becomes.
+"""Writes many small versions to the log of a model, to see how large it becomes.
 
 python -m tests.support.versions FOLDER 1000000
 """
@@ -30,7 +30,7 @@ _AT_ONCE = 500
 
 @dataclass(frozen=True)
 class Size:
-    """What a folder takes on its disk: files, bytes, and how many of the bytes are of the log's file."""
+    """Disk usage of a folder: files, bytes, and bytes of the log's file."""
 
     version: int
     files: int
@@ -39,8 +39,9 @@ class Size:
 
 
 def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
-    """Publish so many versions of a row each, as many offsets and, with every thousandth, another layout; cut the
-    log as often as the service does at least. What there is, so many times.
+    """Publish many versions of one row each, with as many offsets and a new layout every thousand versions.
+
+    Truncates the log at least as often as the service does. Yields the size at intervals.
     """
     log = LmdbStore(LogOptions(directory=folder / "log", max_bytes=1 << 30))
     store, before = ModelStore(log, "clicks"), None

@@ -1,4 +1,4 @@
-"""Scenarios of one view of a model of two tables, in this process."""
+"""Scenarios for one view of a model of two tables, in this process."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -32,7 +32,7 @@ Scenario = Callable[[LocalModel], Coroutine[Any, Any, None]]
 
 
 def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
-    """Every row is published as version 1."""
+    """Publishes every row as version 1."""
 
     async def main() -> None:
         local = await LocalModel.opened(folder, **settings)
@@ -47,7 +47,7 @@ def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
 
 
 def run_again(folder: Path, scenario: Scenario) -> None:
-    """After a crash."""
+    """Restart after a crash."""
 
     async def main() -> None:
         local = await LocalModel.opened(folder)
@@ -65,7 +65,7 @@ def changed(seed: int, table: TableSpec, *ids: int) -> dict[str, dict[int, Value
 
 
 async def held_by_a_replica(view: View) -> dict[str, Values]:
-    """What who held nothing before is given, as it stands for."""
+    """The rows that a new replica gets, decoded."""
     release = await view.release(0)
     assert isinstance(release, FrozenRelease)
     held: dict[str, Values] = {}
@@ -82,7 +82,7 @@ def same_as_the_model(held: dict[str, Values], local: LocalModel) -> bool:
 
 
 def is_due(view: View, policy: Policy) -> bool:
-    """Whether a release will be made, though nothing more is published."""
+    """Whether a release will be made without further publishing."""
     assert view.state.newest
     situation = Situation(
         newest_version=view.model.position.number,
@@ -97,7 +97,7 @@ def is_due(view: View, policy: Policy) -> bool:
 
 
 def small_blocks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Have releases made in small blocks, each in a call of its own."""
+    """Make releases in small blocks, each in a separate call."""
     for name, value in (("_TURN_SECONDS", 0), ("_COPIED_BYTES", nbytes), ("_COMPARED_BYTES", nbytes)):
         patch.setattr(f"deltasync.views.making.{name}", value)
 
@@ -108,7 +108,7 @@ def refuse(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Bits:
-    """All that a view knows, except of tables that its model does not have any more."""
+    """The complete state of a view, except tables that its model no longer has."""
 
     position: Position
     newest: NewestRelease | None
@@ -118,7 +118,7 @@ class Bits:
 
 
 async def bits_of(view: View) -> Bits:
-    """A view as it is now."""
+    """The current state of a view."""
     state = view.state
     numbers = range(1, state.head.number + 1 if state.head else 1)
     tables = await view.model.on_thread(lambda: {each.name: _bits_of(each, state) for each in _there(state)})

@@ -1,4 +1,4 @@
-"""Small volumes of their own, in memory, that a test may fill."""
+"""Small volumes in memory, which a test may fill."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ _MOUNT = 'mount -t tmpfs -o size="$1" none "$2" && echo ready && exec cat'
 
 @contextmanager
 def small_volume(size: int) -> Iterator[Path]:
-    """A volume of so many bytes, which every process of this user can reach. Skips where none can be mounted."""
+    """A volume of this size in bytes, accessible to all processes of this user. Skips if mounting fails."""
     if not shutil.which("unshare"):
         pytest.skip("needs unshare")
     with tempfile.TemporaryDirectory() as folder:
@@ -36,14 +36,14 @@ def small_volume(size: int) -> Iterator[Path]:
 
 
 def remount(volume: Path, option: str) -> None:
-    """Have a volume take nothing more ("ro"), while no file on it is open for writing, or take it again ("rw")."""
+    """Make a volume read-only ("ro"), while no file on it is open for writing, or writable again ("rw")."""
     _, _, pid, _, *folder = volume.parts
     inside = ["nsenter", "--target", pid, "--user", "--preserve-credentials", "--mount"]
     subprocess.run([*inside, "mount", "-o", f"remount,{option}", "/" + "/".join(folder)], check=True)
 
 
 def fill(volume: Path) -> Path:
-    """Fill a volume to its last byte; with what, to be removed again."""
+    """Fill a volume to its last byte; returns the file to remove again."""
     filler = volume / "filler"
     with filler.open("wb", buffering=0) as file:
         size, step = 0, 1 << 20

@@ -1,4 +1,4 @@
-"""Waiting for what a test looks at again and again."""
+"""Polls for a condition."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def wait_for(look: Callable[[], T], why: Callable[[], object] | str = "", seconds: float = 30.0) -> T:
-    """What there is once it is something; `why` tells what there was, if it never is."""
+    """Poll until a value is true, and return it; `why` describes the state for the error on timeout."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, why if isinstance(why, str) else why()

@@ -1,4 +1,4 @@
-"""Raw streams: what a client in another language, or a broken one, would send."""
+"""Raw streams, to send what a client in another language or a broken client would send."""
 
 import queue
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ Metadata = list[tuple[str, str]]
 
 
 class Stream:
-    """One bidirectional stream. Ends when the block does."""
+    """A bidirectional stream, which ends with the block."""
 
     def __init__(self, address: str, method: Any, metadata: Metadata | None = None) -> None:
         self._channel = grpc.insecure_channel(address)
@@ -38,15 +38,15 @@ class Stream:
             self._requests.put(request)
 
     def receive(self) -> Any:
-        """The next message; a `grpc.RpcError` if the service has ended the stream."""
+        """The next message; raises `grpc.RpcError` if the service has ended the stream."""
         return next(self._call)
 
     def rest(self) -> list[Any]:
-        """All further messages, until the service ends the stream."""
+        """All further messages until the service ends the stream."""
         return list(self._call)
 
     def refusal(self) -> tuple[grpc.StatusCode, str]:
-        """The status the service ends the stream with, after whatever it sends before."""
+        """The status with which the service ends the stream, after any messages."""
         try:
             for _ in self._call:
                 pass
@@ -55,7 +55,7 @@ class Stream:
         return grpc.StatusCode.OK, ""
 
     def end(self) -> None:
-        """End this side of the stream."""
+        """Close this side of the stream."""
         self._requests.put(None)
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class RankStream(Stream):
         return opened
 
     def publish_all(self, seed: int = 0) -> Position:
-        """Open with step 1, in which every row of `TABLES` is drawn."""
+        """Open the stream with step 1, and publish all rows of `TABLES`, drawn at random."""
         self.opened()
         self.send(*full_part(1, random_rows(seed), WHOLE))
         return self.sealed()
@@ -113,7 +113,7 @@ class ReplicaStream(Stream):
             self.send(subscribe_open(**fields))
 
     def receive(self) -> Any:
-        """The next message; of a whole release its chunks and its end."""
+        """The next message; returns a whole release as its chunks and its end."""
         if not self._pieces:
             self._pieces = pieces(super().receive())
         return self._pieces.pop(0)
@@ -139,7 +139,7 @@ class ReplicaStream(Stream):
 
 
 def pieces(response: subscribe_pb2.SubscribeResponse) -> list[subscribe_pb2.SubscribeResponse]:
-    """The messages that say the same, without whole releases."""
+    """The same messages without whole releases."""
     if not response.HasField("release"):
         return [response]
     chunks = [subscribe_pb2.ReleaseChunk(rows=rows) for rows in response.release.rows]
@@ -194,7 +194,7 @@ def rows_message(slot: int, ids: Any, values: Any, **fields: Any) -> tables_pb2.
 
 
 def decoded(message: tables_pb2.TableRows, shards: Sequence[Shard] = tuple(WHOLE)) -> RowBatch:
-    """The rows that a message carries."""
+    """The rows in a message."""
     return Columns.read(memoryview(message.rows.SerializeToString())).rows_of(message.slot, shards)
 
 
@@ -207,7 +207,7 @@ def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishReq
 def part(
     step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False
 ) -> list[publish_pb2.PublishRequest]:
-    """Chunks of (slot, ids, values) and their close."""
+    """Chunks of (slot, ids, values) and the message that closes the part."""
     chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
     return [*chunks, close(step, sum(len(each.chunk.rows.rows.ids) // 8 for each in chunks), full=full)]
 
@@ -215,20 +215,20 @@ def part(
 def whole_part(
     step: int, changes: Iterable[tuple[int, Any, Any]], *, full: bool = False
 ) -> publish_pb2.PublishRequest:
-    """The same in one message."""
+    """The same part in one message."""
     *chunks, end = part(step, changes, full=full)
     rows = [each.chunk.rows for each in chunks]
     return publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=rows, close=end.close))
 
 
 def block(rows: np.ndarray, shard: Shard) -> np.ndarray:
-    """The shard's part of a whole table's rows."""
+    """The shard's share of a table's rows."""
     rows = rows[shard.row_offset : shard.row_offset + shard.rows]
     return rows[:, shard.col_offset : shard.col_offset + shard.cols]
 
 
 def full_part(step: int, rows: list[np.ndarray], shards: list[Shard]) -> list[publish_pb2.PublishRequest]:
-    """A full part: `rows` holds the whole tables in the order of `TABLES`."""
+    """A full part: `rows` has the complete tables in the order of `TABLES`."""
     changes = [
         (
             slot,

@@ -32,7 +32,7 @@ class PublishRequest(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___PublishOpen:
-        """open introduces the rank. Exactly once, first."""
+        """open introduces the rank. Send it exactly once, first."""
 
     @_builtins.property
     def chunk(self) -> Global___PartChunk:
@@ -48,7 +48,7 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def goodbye(self) -> Global___PublishGoodbye:
-        """goodbye says that the rank has finished. It comes last, and never inside a part. The service then ends the stream."""
+        """goodbye says that the rank has finished. Send it last, and never inside a part. The service then ends the stream."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class PublishOpen(_message.Message):
     """run is the id of the training run: 1 to 128 characters, the same on all ranks, never used by another run."""
     run_started_unix_ns: _builtins.int
     """run_started_unix_ns is when the run started, in nanoseconds since 1970, the same on all ranks. The run that started
-    later takes over; the service then refuses the earlier one. At most 5 minutes ahead of the service's clock. A run that
-    seems to have started earlier may follow a run whose streams have all been gone for 60 seconds.
+    later takes over; the service then refuses the earlier one. At most 5 minutes ahead of the service's clock. A run with
+    an earlier start may take over once all streams of the current run have been gone for 60 seconds.
     """
     rank: _builtins.int
     """rank is the number of this process, 0 to world_size - 1."""
@@ -142,7 +142,7 @@ class PublishOpen(_message.Message):
     takes_changes: _builtins.bool
     """takes_changes says that this rank understands ChangedRows."""
     process: _builtins.str
-    """process tells people which process this is, for example host and process id. At most 200 printable characters."""
+    """process identifies this process to people, for example by host and process id. At most 200 printable characters."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes all tables, the same on all ranks. At least one. The shards of all ranks must cover them. A later run
@@ -152,7 +152,7 @@ class PublishOpen(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
-        """shards are what this rank holds. May be empty."""
+        """shards are the shards that this rank holds. May be empty."""
 
     @_builtins.property
     def continues(self) -> _tables_pb2.Position:
@@ -183,8 +183,8 @@ Global___PublishOpen: _TypeAlias = PublishOpen  # noqa: Y015
 
 @_typing.final
 class PartChunk(_message.Message):
-    """PartChunk carries at most 1 MiB of ids and values of one shard. The ids of a shard ascend over the whole part, deleted
-    rows by themselves.
+    """PartChunk carries at most 1 MiB of ids and values of one shard. The ids of a shard ascend over the whole part, those of
+    deleted rows separately.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -232,9 +232,9 @@ class PartClose(_message.Message):
     step_end_unix_ns: _builtins.int
     """step_end_unix_ns is when the step ended on this rank, in nanoseconds since 1970."""
     full: _builtins.bool
-    """full says that the part has every row of every shard of the rank. Rows of an embedding table or id map that a full
-    part leaves out are deleted once all ranks have sent full parts. The first cut of a run that does not continue the
-    history must be full, and the first cut with a new or larger table must have all rows of it that were never
+    """full says that the part has every row of every shard of the rank. Once all ranks have sent full parts, the service
+    deletes rows of embedding tables and id maps that the parts leave out. The first cut of a run that does not continue
+    the history must be full, and the first cut with a new or larger table must have all of its rows that were never
     published. Otherwise the service answers DATA_LOSS.
     """
     event_time_unix_ns: _builtins.int
@@ -242,11 +242,11 @@ class PartClose(_message.Message):
     unknown. The cut gets the newest time of all ranks and of earlier cuts of the run.
     """
     gather_ns: _builtins.int
-    """gather_ns is how long this rank took after step_end_unix_ns to read the rows, in nanoseconds; 0 if unknown."""
+    """gather_ns is the time that this rank took after step_end_unix_ns to read the rows, in nanoseconds; 0 if unknown."""
     @_builtins.property
     def deletes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """deletes are the numbers of the delete requests that this rank has carried out, among those that it last got. A
-        request is done with the first cut in which all ranks name it.
+        """deletes are the numbers of the delete requests in the last answer that this rank has carried out. A request is done
+        with the first cut in which all ranks list it.
         """
 
     @_builtins.property
@@ -381,15 +381,15 @@ class PublishOpened(_message.Message):
     tables: _builtins.int
     """tables is the number of tables that the service read, as a check."""
     since: _builtins.int
-    """since is the version from which the run continues, if that is not the newest; otherwise 0. ChangedRows follow. The
-    next cut must have all of these rows as the run holds them now, deletes included, and its own changes. If a part lacks
-    some, the service answers DATA_LOSS. If another version was sealed meanwhile, it answers ABORTED: open again. Only for
-    a rank with takes_changes.
+    """since is the version from which the run continues, if that is not the newest; otherwise 0. If it is set, ChangedRows
+    follow. The next cut must have all of these rows as the run holds them now, including deletes, and the run's own
+    changes. If a part lacks some, the service answers DATA_LOSS. If another version was sealed meanwhile, it answers
+    ABORTED: open again. Only set for a rank with takes_changes.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the last sealed position. If the service lost the later position that the run claimed, but the run also holds
-        head, by its seal, the run may open again with that.
+        """head is the last sealed position. The service may have lost the later position that the run claimed. If the run also
+        holds head, with the same seal, it may open again with continues = head.
         """
 
     @_builtins.property
@@ -471,8 +471,8 @@ Global___TableIds: _TypeAlias = TableIds  # noqa: Y015
 @_typing.final
 class DeleteRequest(_message.Message):
     """DeleteRequest is an operator's request to delete rows. All ranks must carry it out after the same step: agree on the
-    largest number that every rank has got, and carry out all requests up to it just before a cut. Send the deleted rows
-    with that cut, and the numbers in PartClose.deletes. A request may come again to a later run; deleting twice is safe.
+    largest number that every rank has received, and carry out all requests up to it just before a cut. Send the deleted
+    rows with that cut, and the numbers in PartClose.deletes. A later run may get the same request; deleting twice is safe.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -516,14 +516,14 @@ class CutSealed(_message.Message):
     step: _builtins.int
     """step is the optimizer step of the cut."""
     quarantine: _builtins.str
-    """quarantine says why the service keeps this version from the model's consumers, which it paused; empty if it does not."""
+    """quarantine says why the service withholds this version and has paused the model's consumers; otherwise empty."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is the version of the cut and its history."""
 
     @_builtins.property
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
-        """deletes are the oldest unfinished requests, at most about 1 MiB of ids. They replace those of the last answer."""
+        """deletes are the oldest unfinished requests, at most about 1 MiB of ids. They replace those in the last answer."""
 
     def __init__(
         self,

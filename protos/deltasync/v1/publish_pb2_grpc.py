@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PublishServiceStub:
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream.
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class PublishServiceStub:
 
 
 class PublishServiceServicer:
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream.
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream.
     """
 
     def Publish(self, request_iterator, context):
-        """Publish carries the parts of one rank. The first request is an open. Then each cut has chunks and one close. The
+        """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
         service answers the open at once, and each close when the whole cut is durable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,7 +71,7 @@ def add_PublishServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PublishService:
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream.
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream.
     """
 
     @staticmethod

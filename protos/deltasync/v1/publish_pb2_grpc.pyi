@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PublishServiceStub:
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream."""
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PublishServiceAsyncStub: ...
     Publish: _grpc.StreamStreamMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]
-    """Publish carries the parts of one rank. The first request is an open. Then each cut has chunks and one close. The
+    """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
     service answers the open at once, and each close when the whole cut is durable.
     """
 
 @_typing.type_check_only
 class PublishServiceAsyncStub(PublishServiceStub):
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream."""
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.StreamStreamMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
-    """Publish carries the parts of one rank. The first request is an open. Then each cut has chunks and one close. The
+    """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
     service answers the open at once, and each close when the whole cut is durable.
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
-    """PublishService takes cuts from the ranks of a training run. Every rank has one stream."""
+    """PublishService receives cuts from the ranks of a training run. Every rank has one stream."""
 
     @_abc_1.abstractmethod
     def Publish(
@@ -57,7 +57,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_publish_pb2.PublishRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_publish_pb2.PublishResponse], _abc.AsyncIterator[_publish_pb2.PublishResponse]]:
-        """Publish carries the parts of one rank. The first request is an open. Then each cut has chunks and one close. The
+        """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
         service answers the open at once, and each close when the whole cut is durable.
         """
 

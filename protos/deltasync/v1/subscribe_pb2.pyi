@@ -29,7 +29,7 @@ class SubscribeRequest(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SubscribeOpen:
-        """open introduces the replica. Exactly once, first."""
+        """open introduces the replica. Send it exactly once, first."""
 
     @_builtins.property
     def ack(self) -> Global___Ack:
@@ -71,7 +71,7 @@ class SubscribeOpen(_message.Message):
     newer stream of the same name replaces the older one, which gets ABORTED.
     """
     max_outstanding_bytes: _builtins.int
-    """max_outstanding_bytes is the most row bytes that the service sends before Ack.received_bytes returns them. 0 means
+    """max_outstanding_bytes limits the row bytes that the service sends before Ack.received_bytes returns them. 0 means
     16 MiB. If nothing is outstanding, the service sends one chunk of any size.
     """
     instance: _builtins.str
@@ -90,8 +90,8 @@ class SubscribeOpen(_message.Message):
 
     @_builtins.property
     def version(self) -> _tables_pb2.Position:
-        """version is the model's version of the last release or progress, with its version_seal. Unset if unknown. It tells a
-        service that lost versions what this replica got of them.
+        """version is the model's version of the last release or progress, with its version_seal. Unset if unknown. It shows a
+        service that lost versions which of them this replica got.
         """
 
     def __init__(
@@ -129,39 +129,39 @@ class Ack(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
-    """received_bytes is the total of ids and values received on this stream. Return them early: a chunk of 1 MB must still
-    fit into max_outstanding_bytes, or both sides wait for each other. Acknowledging every chunk is always right.
+    """received_bytes is the number of bytes of ids and values received on this stream. Return them early: a chunk of 1 MB
+    must still fit into max_outstanding_bytes, or both sides wait for each other. Acknowledging every chunk is always safe.
     """
     token: _builtins.int
     """token is the time of this ack by a steady clock of the replica; 0 if it has none. The service does not interpret it,
     and returns the newest one: see ReleaseEnd.token.
     """
     read_again: _builtins.int
-    """read_again is the number of the Progress that this ack answers, or 0. `sums` are then of rows that the replica has all
-    read again since that question, except for `rows_left`.
+    """read_again is the number of the Progress that this ack answers, or 0. If it is set, the replica has read all rows of
+    `sums` again since that Progress, except for `rows_left` rows.
     """
     rows_left: _builtins.int
-    """rows_left is how many rows the replica still has to read. The service asks again with the same number."""
+    """rows_left is the number of rows still to read. While it is not 0, the service asks again with the same read_again."""
     goodbye: _builtins.bool
-    """goodbye says that this replica ends for good. It comes just before the replica closes its side. The service forgets
-    the replica.
+    """goodbye says that this replica ends for good. Send it just before you close your side of the stream. The service
+    forgets the replica.
     """
     stopped: _builtins.str
-    """stopped says why the replica stops on an error that it cannot fix, in one line of at most 400 characters. It comes
-    just before the replica closes its side. The replica then counts as away, for that reason. May be empty.
+    """stopped says why the replica stops on an error that it cannot fix, in one line of at most 400 characters. Send it
+    just before you close your side of the stream. The replica then counts as away, for that reason. May be empty.
     """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
-        """applied is the position of the replica's tables; unset if nothing new was applied. It means the last release of that
-        position within received_bytes, since a repair has the position of the release that it repairs. Without it, the
-        service sends four releases and then waits.
+        """applied is the position of the replica's tables; unset if nothing new was applied. It acknowledges the last release
+        of that position within received_bytes, because a repair has the position of the release that it repairs. The service
+        sends at most four releases ahead of it.
         """
 
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
         """sums are the checksums of the replica's tables at `applied`. If one differs from the service's, the position does not
-        count, and the service sends the whole table again. If a repair does not help, each next one waits 5 seconds longer. If
-        some tables have a sum, those without one count as not held.
+        count, and the service sends the whole table again. After each failed repair, the service waits 5 seconds longer
+        before the next one. If some tables have a sum, the replica counts as not holding the others.
         """
 
     @_builtins.property
@@ -304,15 +304,15 @@ Global___SubscribeOpened: _TypeAlias = SubscribeOpened  # noqa: Y015
 
 @_typing.final
 class ReleaseChunk(_message.Message):
-    """ReleaseChunk carries rows of a release, in the same field as PartChunk. Apply a release whole or not at all."""
+    """ReleaseChunk carries rows of a release, in the same field as PartChunk. Apply a release completely or not at all."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _tables_pb2.TableRows:
-        """rows are rows of one table. In a large release a row may come several times, also deleted and then again: the last one
-        counts. Before the release ends, rows may be of different versions.
+        """rows are rows of one table. In a large release, a row may come several times, for example deleted and then set again:
+        the last one counts. Before the release ends, rows may be of different versions.
         """
 
     def __init__(
@@ -362,8 +362,8 @@ class ReleaseEnd(_message.Message):
     comes back, use the time at which you opened the stream.
     """
     behind_ns: _builtins.int
-    """behind_ns is how long `position` had not been the newest when the service made this message, in nanoseconds. 0 if it was
-    the newest; 2^62 or more if unknown. A replica that holds `position` knows that it was the newest at
+    """behind_ns is the time since `position` stopped being the newest, in nanoseconds, when the service made this message. 0
+    if it was the newest; 2^62 or more if unknown. A replica that holds `position` knows that it was the newest at
     token - behind_ns, or later.
     """
     version_seal: _builtins.int
@@ -379,7 +379,7 @@ class ReleaseEnd(_message.Message):
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
         """sums are the checksums of all tables after this release. The first release of a stream may have no rows and the
-        position held: it asks the replica to prove by its checksums that it holds it.
+        position that the replica claimed: the replica then proves by its checksums that it holds this position.
         """
 
     def __init__(
@@ -437,7 +437,7 @@ Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress comes every 5 seconds while there is nothing to send, and four times within a shorter ready_within_seconds."""
+    """Progress comes while there is nothing to send: every 5 seconds, or every quarter of ready_within_seconds if shorter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -462,8 +462,8 @@ class Progress(_message.Message):
     """version_seal is the checksum of the seal of `version`; 0 if unknown."""
     read_again: _builtins.int
     """read_again, if not 0, asks the replica to read all of its rows again and to answer with an ack of the same number. To
-    take releases meanwhile, it may answer early, with rows_left. Another number or a new stream starts anew. Numbers are
-    never reused.
+    apply releases meanwhile, it may answer early, with rows_left. With another number or on a new stream, it starts over.
+    Numbers are never reused.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:

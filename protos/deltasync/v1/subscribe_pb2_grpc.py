@@ -52,8 +52,8 @@ class SubscribeServiceServicer:
     """
 
     def Subscribe(self, request_iterator, context):
-        """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
-        opened, then with releases, and with progress while there is nothing to send.
+        """Subscribe carries releases to one replica, and its acks back. The replica first sends an open. The service answers
+        with opened, then with releases, and with progress while there is nothing to send.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

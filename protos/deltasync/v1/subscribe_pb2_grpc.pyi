@@ -34,8 +34,8 @@ class SubscribeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SubscribeServiceAsyncStub: ...
     Subscribe: _grpc.StreamStreamMultiCallable[_subscribe_pb2.SubscribeRequest, _subscribe_pb2.SubscribeResponse]
-    """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
-    opened, then with releases, and with progress while there is nothing to send.
+    """Subscribe carries releases to one replica, and its acks back. The replica first sends an open. The service answers
+    with opened, then with releases, and with progress while there is nothing to send.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]
     """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
@@ -48,8 +48,8 @@ class SubscribeServiceAsyncStub(SubscribeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Subscribe: _aio.StreamStreamMultiCallable[_subscribe_pb2.SubscribeRequest, _subscribe_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
-    opened, then with releases, and with progress while there is nothing to send.
+    """Subscribe carries releases to one replica, and its acks back. The replica first sends an open. The service answers
+    with opened, then with releases, and with progress while there is nothing to send.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]  # type: ignore[assignment]
     """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
@@ -65,8 +65,8 @@ class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_subscribe_pb2.SubscribeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_subscribe_pb2.SubscribeResponse], _abc.AsyncIterator[_subscribe_pb2.SubscribeResponse]]:
-        """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
-        opened, then with releases, and with progress while there is nothing to send.
+        """Subscribe carries releases to one replica, and its acks back. The replica first sends an open. The service answers
+        with opened, then with releases, and with progress while there is nothing to send.
         """
 
     @_abc_1.abstractmethod

@@ -169,7 +169,7 @@ Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
 @_typing.final
 class Table(_message.Message):
-    """Table describes one table as a whole, whatever its shards."""
+    """Table describes a whole table, independent of its shards."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,8 +254,8 @@ Global___Shape: _TypeAlias = Shape  # noqa: Y015
 @_typing.final
 class Rows(_message.Message):
     """Rows is a batch of rows of one table or shard, in the same form on every hop. The service writes the bytes of a
-    publisher's message to its log and sends the same bytes to every replica that is up to date. For that, write the fields
-    in the order of their numbers, each once, as protobuf libraries do. The service encodes rows anew for a policy, for a
+    publisher's message to its log and sends the same bytes to every replica that is up to date. This requires the fields in
+    the order of their numbers, each once, as protobuf libraries write them. The service encodes rows anew for a policy, for a
     replica that is behind, for shards of columns, and if digests are missing. It does not pass on unknown fields.
     """
 
@@ -269,7 +269,7 @@ class Rows(_message.Message):
     """ids are global row ids: int64, little-endian, strictly ascending within the message."""
     digests: _builtins.bytes
     """digests has one digest per row, 8 bytes, unsigned, little-endian, made where the row is read. Empty for deleted rows.
-    In a part: of the shard's columns. You may leave digests empty; the service then makes them. If a row does not match
+    In a part: of the shard's columns. You may leave digests empty; the service then computes them. If a row does not match
     its digest, the service answers OUT_OF_RANGE: send the part again.
     In a release: set if the rows are as they were published. Compare them with the rows, and open a new stream if one
     differs. Empty if the service encoded the rows.
@@ -334,7 +334,7 @@ Global___TableRows: _TypeAlias = TableRows  # noqa: Y015
 
 @_typing.final
 class Checksum(_message.Message):
-    """Checksum proves which bits a table holds."""
+    """Checksum proves the exact content of a table."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,7 +370,7 @@ class Position(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
     history: _builtins.str
-    """history is the id of the history. Empty, with version 0, means that nothing is held."""
+    """history is the id of the history. Empty, with version 0, for a replica or run that holds nothing."""
     version: _builtins.int
     """version is a version of the model, or the number of a release of a consumer with a policy. 0 means none."""
     seal: _builtins.int

@@ -94,6 +94,7 @@ def _write_line(level: int, what: str, call: Call, text: str) -> None:
     who = call.identity
     role, says = call.role.value if call.role else "-", f" by={call.says}" if call.says else ""
     line = f"{what}: role={role} name={who.name or '-'} address={who.address}{says} call={call.name}: {text}"
-    fields = {"event": f"call_{what}", "role": role, "name": who.name, "address": who.address, "by": call.says}
+    event = "call_" + what.replace(" ", "_")
+    fields = {"event": event, "role": role, "name": who.name, "address": who.address, "by": call.says}
     extra = {FIELDS: {**fields, "call": call.name, "text": printable(text, _LONGEST_LINE)}}
     _audit_log.log(level, "%s", printable(line, _LONGEST_LINE), extra=extra)

@@ -1,4 +1,4 @@
-"""Limits on what peers may use, with counts of their streams and opens."""
+"""Limits for peers, and the current use of each."""
 
 import ipaddress
 import time
@@ -18,7 +18,10 @@ def _limit(most: int, what: str, *, fixed: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits. A field's metadata has `what` it limits, and whether it is `fixed` while the service runs."""
+    """The limits.
+
+    A field's metadata has `what` it limits, and whether it is `fixed` while the service runs.
+    """
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
@@ -100,7 +103,7 @@ class Limits:
         self.refused = Counter[str]()
 
     def count(self, name: str, count: Callable[[], int]) -> None:
-        """Register `count` as the current use of a limit, on top of `add`."""
+        """Register a function that returns the use of a limit, in addition to `add`."""
         self._counts[name] = count
 
     def number(self, name: str) -> int:
@@ -126,7 +129,7 @@ class Limits:
         self.options = replace(options, **{name: before[name] for name in fixed})
         changed = [name for name in after if after[name] != before[name]]
         words = [f"limit {name}: {after[name]}, was {before[name]}" for name in changed if name not in fixed]
-        later = [f"limit {name}: {after[name]} from the next start on" for name in changed if name in fixed]
+        later = [f"limit {name}: {after[name]} after the next start" for name in changed if name in fixed]
         return "; ".join(words + later)
 
     def check(self, name: str, number: int) -> None:
@@ -202,7 +205,7 @@ class TokenBucket:
 
 # The key for all peers together; no peer has this name.
 _ALL = ""
-# Most buckets to keep before full ones are dropped.
+# Number of buckets beyond which the full ones are dropped.
 _MOST_REMEMBERED = 1_000
 
 
@@ -228,9 +231,9 @@ class StreamLimits:
         the streams of all others.
 
         Raises:
-            LimitReached: there are too many streams, or they come too fast.
+            LimitReached: there are too many streams, or they are opened too fast.
         """
-        self._note_open(peer, "opens_per_second_per_peer")  # First, so that a refusal costs other peers nothing.
+        self._note_open(peer, "opens_per_second_per_peer")  # First, as a refusal must not cost other peers tokens.
         self._note_open(_ALL, "opens_per_second")
         self._limits.check("streams_per_peer", self._streams[peer] + 1)
         with self._limits.taking("streams_without_role", int(without_role)), self._limits.taking("streams"):

@@ -325,5 +325,5 @@ def _read(path: Path) -> Roles:
     """Read a roles file; blocks. Warn if every user of the machine may read it."""
     roles = read_roles(path)
     if readable_by_all(path):
-        logger.warning("%s can be read by every user of this machine: chmod o-r it", path)
+        logger.warning("%s can be read by every user of this machine: run chmod o-r on it", path)
     return roles

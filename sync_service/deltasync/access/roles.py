@@ -191,7 +191,7 @@ class Roles:
         return match
 
     def of_certificate(self, names: Iterable[str]) -> tuple[str, tuple[Grant, ...]] | None:
-        """The first of a certificate's names with roles, and its grants."""
+        """The first name of a certificate that has roles, and its grants."""
         return next(((name, self.certificates[name]) for name in names if name in self.certificates), None)
 
 

@@ -26,8 +26,8 @@ from deltasync.service.models import Models
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message
 
-# The service gives up a replica that receives nothing of a release for this long, as it occupies memory. One with
-# a slow target reconnects.
+# The service ends the stream of a replica that receives nothing of a release for this long, because the release
+# occupies memory. A replica with a slow target reconnects.
 QUIET_SECONDS = 120.0
 
 
@@ -35,7 +35,7 @@ class Credit:
     """Flow control of one stream, in bytes of ids and values, with a watch for a stalled replica.
 
     Attributes:
-        budget: most bytes to send ahead of acks.
+        budget: maximum number of bytes to send ahead of acks.
         sent_bytes: bytes sent on the stream.
         taken_bytes: bytes that the replica has acknowledged.
     """
@@ -78,7 +78,7 @@ class Credit:
             self._moved = None
 
     def note_moved(self) -> None:
-        """Restart the watch: the replica received bytes, is sent more, or waits for the service."""
+        """Restart the watch, because the replica received bytes, gets more, or waits for the service."""
         if self._moved is not None:
             self._moved = time.monotonic()
 
@@ -93,8 +93,8 @@ class Credit:
         return Decision(True, "it is receiving")
 
 
-# Most releases to send ahead of acks. Beyond that, changes collect in one release: a slow replica then gets a row
-# once, however often it changed, and does not fall further behind.
+# Maximum number of releases to send ahead of acks. Beyond that, the service collects all changes in one release: a
+# slow replica then gets a row once, however often it changed, and does not fall further behind.
 AHEAD = 4
 
 
@@ -189,10 +189,11 @@ class SentReleases:
             self._repairs, self._repaired_at = self._repairs + 1, now
 
     def take(self, number: int, received_bytes: int, checksums: Mapping[int, int]) -> Acked:
-        """Match an ack to the last release with its number within the received bytes, and compare checksums.
+        """Match an ack to the release that it acknowledges, and compare checksums.
 
-        This also acknowledges all earlier releases. A table that is already being sent whole is not sent again
-        because of an earlier release. `checksums` are of the replica's tables, by slot.
+        That is the last release with this number within the received bytes. The ack also acknowledges all earlier
+        ones. If a table is already being sent whole, an earlier release does not cause it to be sent again.
+        `checksums` are those of the replica's tables, by slot.
         """
         last_acked, full = None, self.full
         while self._sent and _reaches(self._sent[0], number, received_bytes):
@@ -294,19 +295,19 @@ class ReadingAgain:
 
     def __init__(self, verification: ReplicaVerification) -> None:
         self._verification = verification
-        self._asked = 0  # Number of the last question on this stream.
+        self._asked = 0  # Number of the last request on this stream.
         self._continues = False
         self._version, self._checksums = 0, tuple[int, ...]()
         self._differing = dict[str, VerifiedTable]()  # All so far; some may be repaired by the end.
 
     @property
     def due(self) -> int:
-        """The number of the question to ask now; 0 = none."""
+        """The number of the request to send now; 0 = none."""
         number = self._verification.open
         return number if self._continues or number > self._asked else 0
 
     def ask(self, number: int, version: int, checksums: Sequence[int]) -> None:
-        """Record a question, with the last version sent and the checksums of its tables by slot."""
+        """Record a request, with the last version sent and the checksums of its tables by slot."""
         if number != self._asked:
             self._differing = {}
         self._asked, self._continues = number, False
@@ -330,7 +331,7 @@ class ReadingAgain:
                 self._verification.answer(self._asked, Verified(self._version, tables))
 
     def _ever(self, now: VerifiedTable) -> VerifiedTable:
-        """The first difference of a table since the question, else the current result."""
+        """The first difference of a table since the request, else the current result."""
         if now.status is VerifiedStatus.DIFFERS:
             self._differing.setdefault(now.table, now)
         return self._differing.get(now.table, now)
@@ -367,7 +368,7 @@ def _compared(delivery: Delivery, checksum: int, held: int | None, lacking: Veri
     return VerifiedTable(name, rows, status, checksum, held)
 
 
-# Acks to accept at once: these, and two for each message sent. Beyond that, one per pause.
+# Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.
 _FIRST_ACKS, _ACKS_OF_A_MESSAGE, _PACE_SECONDS = 32, 2, 0.05
 
 
@@ -473,5 +474,5 @@ class Acks:
         self._consumer.damages += len(more)
         self._replica.note_damage(names)
         if more or helpless:
-            self._emit(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(names)}")
+            self._emit(EventKind.REPLICA_DAMAGED, f"its rows differ from those sent in {', '.join(names)}")
         self.damaged.set()

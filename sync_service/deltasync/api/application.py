@@ -34,7 +34,8 @@ unit. Every error is `{"error": NAME, "message": WORDS}`.
 With several processes, each answers for its own models. It redirects a request for another process's model with
 status 307, and its lists contain only its own models. `/processes` lists all processes.
 
-With roles, `GET` needs `read` and every change needs `admin`, while `/livez` and `/readyz` are open to anyone.
+With roles, `GET` needs `read` and every change needs `admin`. `/livez`, `/readyz`, the page and this documentation
+are open to anyone.
 """
 
 
@@ -99,8 +100,8 @@ class OriginsMiddleware:
 
     The page of one process may read from all other processes of the service. A browser shows an answer to a page
     of another origin only if the answer names that origin. The service names only the origins of its own
-    processes, at their advertised addresses. Their pages may use only GET, without cookies, certificates, and
-    headers other than the token.
+    processes, at their advertised addresses. Their pages may use only GET, without cookies and certificates, and
+    with no header but the token.
 
     For any page, a browser also sends requests that change something, with the operator's certificate, even if the
     page cannot read the answer. The service refuses them unless the page is its own.
@@ -233,7 +234,7 @@ _HEADERS = {
 
 
 def page_routes(models: Models) -> list[Route]:
-    """The routes."""
+    """Routes for the page and its files."""
 
     def answer(name: str) -> Response:
         headers = _HEADERS | {"Content-Security-Policy": _policy(models.owners)}

@@ -35,7 +35,7 @@ _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "descript
 def consumer_routes(
     models: Models, registry: ConsumerRegistry, consumers: Consumers, brake: Brake, removals: Removals
 ) -> APIRouter:
-    """The routes."""
+    """Routes for consumers, their policies, pauses and replicas."""
     routes = APIRouter(prefix="/consumers")
 
     @routes.get("", name="consumers")
@@ -90,7 +90,7 @@ def consumer_routes(
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:
-        """Forget a replica that is away; the lag stops counting it. Needs role admin."""
+        """Forget a replica that is away; the lag no longer includes it. Needs role admin."""
         await removals.forget_replica(name, replica, author())
 
     return routes

@@ -78,7 +78,7 @@ def _decoder(decode: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -
         try:
             return decode(request)
         except DecodeError as error:
-            text = f"{details.method}: {len(request)} bytes are not a valid protobuf of its type"
+            text = f"{details.method}: {len(request)} bytes are not a valid message of this method"
             raise InvalidInput(text) from error
 
     return decoded
@@ -121,7 +121,7 @@ def answer_errors(app: FastAPI) -> None:
     async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:
         name = OF_ROUTES.get(error.status_code, "InvalidInput")
         current_call().error = error
-        text = f"{error.detail}: /openapi.json names all routes and their methods"
+        text = f"{error.detail}: /openapi.json lists all routes and their methods"
         return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)
 
 

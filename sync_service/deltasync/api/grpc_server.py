@@ -82,7 +82,7 @@ def _refusing(handler: Any, error: DeltasyncError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
-    # It reads no message, as an undecodable one would change the error.
+    # This reads no message, because an undecodable one would replace the error.
     return as_stream(handler, refuse)
 
 
@@ -96,7 +96,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        """Begin with services that are not serving."""
+        """Start with all services not serving."""
         self._services = frozenset({"", *services})
         self._serving = False
         self._signal = Signal()
@@ -142,9 +142,9 @@ _SERVICES = tuple(
     )
 )
 
-# Most metadata of a call: its token, and gRPC's own.
+# Maximum size of a call's metadata: its token and gRPC's own entries.
 _METADATA_BYTES = 16 << 10
-# gRPC admits this many streams beyond a peer's limit, so that the service can refuse them with a reason.
+# gRPC admits this many streams beyond a peer's limit. The service then refuses them with a reason.
 _REFUSED_STREAMS = 16
 
 
@@ -188,7 +188,7 @@ def bind_grpc(
             *_limit_options(limits.options),
             # Otherwise a second service on the same port would get half of the streams.
             ("grpc.so_reuseport", 0),
-            # Below the client's keepalive interval, or clients are refused for pinging too often.
+            # Must be below the client's keepalive interval: gRPC disconnects clients that ping too often.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", 20_000),

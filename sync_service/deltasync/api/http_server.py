@@ -47,9 +47,9 @@ class HttpProtocol(H11Protocol):
             self.cycle.message_event.set()
 
     def silent_seconds(self, now: float) -> float:
-        """Seconds for which the service has waited for a request or for the peer to read the answer.
+        """Seconds since the service began to wait for a request, or for the peer to read an answer.
 
-        `now` is of `time.monotonic`.
+        `now` is by `time.monotonic`.
         """
         cycle = self.cycle
         to_send = cycle is None or cycle.response_complete or cycle.more_body
@@ -98,7 +98,7 @@ class HttpListener(socket.socket):
         """Accept the next connection within the limits; return it with its peer's address.
 
         Raises:
-            BlockingIOError: no such connection is waiting.
+            BlockingIOError: no connection within the limits is waiting.
         """
         for _ in range(_REFUSALS_AT_ONCE):
             connection, address = self._take()
@@ -118,7 +118,7 @@ class HttpListener(socket.socket):
         raise BlockingIOError
 
     def _refuse_one(self) -> None:
-        """Close one connection with the spare descriptor, as it would otherwise wake the loop for ever."""
+        """Accept and close a connection with the spare descriptor, or it would wake the loop for ever."""
         self._limits.refused["http_connections"] += 1
         self._give_spare()
         with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class RefusalLine:
-    """The age and reason of the last refusal of a cut for its rows."""
+    """The last time that the service refused a cut because of its rows, and why."""
 
     seconds_ago: float
     reason: str
@@ -54,7 +54,7 @@ class RefusalLine:
 class ModelLine:
     """A model, its newest version, and its run with the ranks that connected since the service started.
 
-    `run` is empty before the first rank.
+    `run` is empty until the first rank connects.
     """
 
     model: str
@@ -66,7 +66,7 @@ class ModelLine:
 
 
 def model_routes(models: Models, removals: Removals) -> APIRouter:
-    """The routes."""
+    """Routes for models."""
     router = APIRouter()
 
     @router.get("/models", name="models")
@@ -145,7 +145,7 @@ class TableDetail:
 
 
 def table_routes(models: Models, answers: Answers) -> APIRouter:
-    """The routes."""
+    """Routes for tables."""
     router = APIRouter()
 
     @router.get("/tables")
@@ -168,7 +168,7 @@ def table_routes(models: Models, answers: Answers) -> APIRouter:
 
 
 def _lines(models: Models, name: str, table: str | None = None) -> Iterable[TableLine]:
-    """The tables of a model, or the one with a name."""
+    """The tables of a model, or only the one of that name."""
     model, coordinator = models[name], models.coordinators.get(name)
     differing, reasons = set[str](), list[str]()
     if coordinator:
@@ -205,11 +205,11 @@ def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTabl
 _Model = Annotated[str | None, Query(description="Only this model.")]
 
 
-_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Most versions of each model.")]
+_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Maximum number of versions of each model.")]
 
 
 def trainer_routes(models: Models) -> APIRouter:
-    """The routes."""
+    """Routes for trainers and versions."""
     router = APIRouter()
 
     @router.get("/trainers")
@@ -245,18 +245,18 @@ class DeleteLine:
 
 
 def delete_routes(models: Models, removals: Removals) -> APIRouter:
-    """The routes."""
+    """Routes for deletes of rows."""
     routes = APIRouter(prefix="/deletes")
 
     @routes.get("")
     async def deletes() -> list[DeleteLine]:
-        """The pending deletes of this process's models, with the reason for each wait."""
+        """The pending deletes of this process's models, and why each is pending."""
         models.check_confirmed()
         return [_delete_line(pending) for pending in removals.pending_deletes()]
 
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
     async def delete(request: Request) -> DeleteLine:
-        """Request a model's trainer to delete rows. Needs role admin."""
+        """Ask a model's trainer to delete rows. Needs role admin."""
         by = author()
         return _delete_line(await removals.delete_rows(*await _rows_of(request), by))
 

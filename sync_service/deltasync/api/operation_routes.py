@@ -53,7 +53,7 @@ class BackupLine:
 
 @dataclass(frozen=True)
 class MadeCheckpoint:
-    """A complete checkpoint: its version, its bytes, and the bytes that the previous one lacks."""
+    """The version and size of a complete checkpoint, and the size of files not in the previous one."""
 
     version: int
     bytes: int
@@ -95,7 +95,7 @@ def operation_routes(on: Collaborators) -> APIRouter:
 
     @router.post("/drain", openapi_extra=_DRAIN)
     async def drain(request: Request) -> DrainedProcess:
-        """Move all models of a process to others. Until its restart it takes over none. Needs role admin."""
+        """Move all models of a process to others. It takes over none until it restarts. Needs role admin."""
         process = text_of(await json_object(request, ("process",), optional=True), "process", "")
         return DrainedProcess(await while_wanted(request, draining, drain_process(models, process)))
 
@@ -127,7 +127,7 @@ class CheckpointLine:
     """The newest checkpoint of a model.
 
     Without a checkpoint, `version` is 0 and `age_seconds` null. `behind_versions` counts the versions since.
-    `new_bytes` counts the files that the previous checkpoint lacks. `copied_version` is the version of the newest
+    `new_bytes` counts the files not in the previous checkpoint. `copied_version` is the version of the newest
     checkpoint at the service's URL, or 0. `reason` is the error of the last attempt to write or copy a checkpoint;
     empty after success.
     """
@@ -143,7 +143,7 @@ class CheckpointLine:
 
 
 def checkpoint_routes(models: Models, checkpoints: Checkpoints) -> APIRouter:
-    """The routes."""
+    """The route for checkpoints."""
     router = APIRouter()
 
     @router.get("/checkpoints", name="checkpoints")
@@ -169,7 +169,7 @@ def _line(model: Model, reason: str) -> CheckpointLine:
 class ProcessLine:
     """A process of the service in a list.
 
-    `alive` is false if it was silent for longer than the lease without a goodbye. `models` are the models that it
+    `alive` is false if its lease expired without a goodbye. `models` are the models that it
     owns. `here` marks the answering process, whose `unowned` lists the models without an owner. `confirmed` is
     whether the answering process may answer for its models. `started_unix_ns` is the start of the process by its
     own clock, or 0 if unknown.
@@ -188,7 +188,7 @@ class ProcessLine:
 
 
 def process_routes(models: Models) -> APIRouter:
-    """The routes."""
+    """The route for processes."""
     router = APIRouter()
 
     @router.get("/processes")
@@ -235,7 +235,7 @@ def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, An
     return {"requestBody": {"required": required, "content": content}}
 
 
-_PLACE = "A new or empty folder, as an absolute path on the service's machine, or URL."
+_PLACE = "A URL, or the absolute path of a folder on the service's machine; it must be new or empty."
 
 
 _BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)

@@ -61,7 +61,7 @@ _OVERVIEW_STREAM: dict[int | str, dict[str, Any]] = {
 
 
 def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
-    """The routes."""
+    """Routes for the status, version, readiness and metrics of this process."""
     router, sources = APIRouter(), sampler.sources
 
     @router.get("/status", response_model=Overview, responses=_OVERVIEW_STREAM)
@@ -86,8 +86,8 @@ def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
     async def readyz(verbose: _Verbose = False) -> Response:
         """Whether the service accepts streams.
 
-        After the ok come a warning if other machines can reach a service without access control and, for callers
-        with role read, the problems of single models and consumers.
+        Below the ok, it warns if other machines can reach a service without access control. Callers with role read
+        also get the problems of individual models and consumers.
         """
         every = checks(sources)
         reason = not_ready(every)
@@ -125,7 +125,7 @@ async def _overview_messages(sampler: Sampler) -> AsyncIterator[bytes]:
 
 
 def lag_routes(sampler: Sampler) -> APIRouter:
-    """The routes."""
+    """Routes for the lag of consumers and its history."""
     routes, answers, sources = APIRouter(), sampler.answers, sampler.sources
 
     @routes.get("/lag")
@@ -138,7 +138,7 @@ def lag_routes(sampler: Sampler) -> APIRouter:
     async def lag(name: str) -> ConsumerLag:
         """The lag of a consumer behind its model, in versions, rows, bytes, seconds and unsent norm.
 
-        It has the lag per replica and per table, and the consumer's state with the reason for it.
+        Includes the lag per replica and per table, and the consumer's state with the reason for it.
         """
         return await answers.lag(name)
 
@@ -159,11 +159,11 @@ _EVENT_STREAM: dict[int | str, dict[str, Any]] = {
 _DIGITS = 20
 
 
-_Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="Most earlier events to return.")]
+_Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="Maximum number of earlier events to return.")]
 
 
 def event_routes(recent: RecentEvents, draining: asyncio.Event) -> APIRouter:
-    """The routes."""
+    """The route for events."""
     router = APIRouter()
 
     @router.get("/events", response_model=list[RecentEvent], responses=_EVENT_STREAM)
@@ -218,7 +218,7 @@ _BODY: dict[str, Any] = {
 
 
 def log_routes(events: Events) -> APIRouter:
-    """The routes."""
+    """Routes for log levels."""
     router = APIRouter()
 
     @router.get("/log-levels")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numba  # noqa: F401  # must be imported before garbage collection is told what to skip
+import numba  # noqa: F401  # must be imported before `spare_imports` runs
 import uvicorn
 from fastapi import FastAPI
 
@@ -58,9 +58,9 @@ from deltasync.status.sources import ProcessState, Sources
 
 logger = logging.getLogger(__name__)
 
-# The author of the consumers that the service starts with.
+# The author of consumers that the settings create.
 _SETTINGS = "the service's settings"
-# Most models recover in this time. Listening only then avoids refused streams.
+# Most models recover within this time. A service that listens only afterwards need not refuse their streams.
 _SOON_SECONDS = 1.0
 
 
@@ -134,7 +134,7 @@ class ServerOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", listening_host(self.host))
         if self.shared and not self.service.checkpoints:
-            raise InvalidInput("--log: also give --checkpoints, from which others take over a model")
+            raise InvalidInput("--log: also give --checkpoints, from which others load a model to take it over")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Addresses:
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT, and reload consumers and limits on SIGHUP.
+    """Run the service until SIGTERM or SIGINT, and reload roles, consumers and limits on SIGHUP.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -187,7 +187,7 @@ def _within(options: ServerOptions, files: int) -> ServerOptions:
     if limits != options.service.limits:
         logger.warning(
             "this process may open only %d files, so http_connections and grpc_connections become %d and %d; "
-            "raise the number of files (ulimit -n)",
+            "raise the limit on open files (ulimit -n)",
             files,
             limits.http_connections,
             limits.grpc_connections,
@@ -207,7 +207,7 @@ def _read_within(read: Reader, files: int) -> Reloaded:
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
     """Run the service until `stopping` is set; the process may also do other work.
 
-    Whenever `reloading` is set, reload consumers and limits from the configuration.
+    Whenever `reloading` is set, reload the roles, and consumers and limits from the configuration.
 
     Raises:
         InvalidInput: other machines can reach an unprotected address, the roles file is wrong, or the TLS files
@@ -270,8 +270,8 @@ async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
     """
     if (own := data_dir / "log" / "data.mdb").exists():
         raise InvalidInput(
-            f"{data_dir} belongs to a service with a private log, {own}; with a shared log, checkpoints of models "
-            "that the process does not own would be removed there; give another --data-dir"
+            f"{data_dir} belongs to a service with a private log, {own}; with a shared log, this process would "
+            "remove its checkpoints; give another --data-dir"
         )
     logs = await asyncio.to_thread(JetStreamLogs, options.brokers, options.process)
     try:
@@ -282,7 +282,7 @@ async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
         await asyncio.to_thread(logs.close)
         raise
     for risk in logs.accepted_risks:
-        logger.warning("accepted: %s", risk)
+        logger.warning("accepted risk: %s", risk)
     return logs
 
 
@@ -500,7 +500,7 @@ async def _probing(
 
 @contextlib.asynccontextmanager
 async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
-    """With a shared log, own models among the other processes during the block, and hand them over at the end.
+    """Take part in the cluster during the block, if the log is shared; hand the models over at the end.
 
     Raises:
         StorageFailed, ServiceUnavailable: the brokers are unusable.

@@ -85,7 +85,7 @@ class _RankStream:
             del request  # Otherwise its memory would stay in use until the next one.
 
     def end(self, refusal: DeltasyncError | None) -> None:
-        """Report the end or refusal of a rank that has sent its open message."""
+        """Report why the rank's stream ended, or why the service refused it."""
         if self._coordinator:
             self._publishing.leave(self._coordinator)
         if self._session:

@@ -94,7 +94,7 @@ def outcome(
         "changed": [name for name in names if name in before and after.get(name) != before[name]],
         "unchanged": [name for name in names if after.get(name) == before.get(name) and name not in refused],
         "refused": [name for name in names if name in refused],
-        "not in it and unchanged": sorted(after.keys() - names),
+        "not in the configuration and unchanged": sorted(after.keys() - names),
     }
     words = "; ".join(f"{what}: {', '.join(some)}" for what, some in names_by_outcome.items() if some)
     return f"{words or 'no consumers'}; other settings apply at the next start"

@@ -49,7 +49,7 @@ from deltasync.wire.messages import (
 )
 from deltasync.wire.row_messages import fits_message, whole_message
 
-# Errors that the replica causes. All others are the service's, and may be over when the replica reconnects.
+# Errors that the replica causes. All others are the service's, and may have passed when the replica reconnects.
 _OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
 
 
@@ -152,7 +152,7 @@ def no_news(
 
 
 def goes_whole(release: FrozenRelease, budget: int) -> bool:
-    """Whether the rest of a release has rows, and fits one message and the budget with its end."""
+    """Whether one message can carry the rest of a release with its end: it has rows and fits the budget."""
     return bool(release.chunks) and release.nbytes <= budget and fits_message(release.message_bytes)
 
 
@@ -176,7 +176,7 @@ def release_end(
 
 
 def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
-    """For how long replicas could have had a newer number; a pause does not count."""
+    """Nanoseconds since replicas could have had a newer number; a pause does not count."""
     policy, pause = consumer.policy, consumer.pause
     if pause:
         return pause.behind_ns(feed.seals.outdated(feed.version_of(number)), policy.min_interval_seconds)
@@ -225,7 +225,7 @@ class ReplicaStream:
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._credit = Credit(min(budget, service.limits.options.outstanding_bytes))
         self._acks = Acks(self._consumer, self._replica, self._registry, self._models, self._credit, self._emit)
-        self._given_up = ""  # The reason, if so.
+        self._given_up = ""  # Why the service ended a stalled stream.
         # The first release requests checksums, even if the replica is up to date.
         self._asked = False
 
@@ -455,7 +455,7 @@ class ReplicaStream:
         self._check_current()
 
     def _check_deliveries(self) -> None:
-        """Check that the tables are still those in the replica's open answer."""
+        """Check that the tables are still those in the answer to the replica's open."""
         if list(self._feed.deliveries) != self._acks.deliveries:
             raise Superseded(f"consumer {self._consumer.name!r} has other tables or another format now; reconnect")
 
@@ -486,7 +486,7 @@ class ReplicaStream:
         if self._registry.consumers.get(self._consumer.name) is not self._consumer:
             raise NotFound(f"consumer {self._consumer.name!r} was deleted")
         if self._consumer.replicas.get(self._replica.name) is not self._replica:
-            self._acks.goodbye = True  # By `Leave`, before this stream's loss was noticed.
+            self._acks.goodbye = True  # `Leave` came before the service noticed the loss of this stream.
             raise StreamEnded
         if self._replica.stream is not self._ended:
             newer = self._replica.instance
@@ -515,7 +515,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     async def Leave(
         self, request: subscribe_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> subscribe_pb2.LeaveResponse:
-        """Forget a replica that ended without a stream for its goodbye."""
+        """Forget a replica that says goodbye without a stream."""
         self._service.registry.leave(request.consumer, request.replica, request.instance, caller().name)
         return subscribe_pb2.LeaveResponse()
 

@@ -68,9 +68,9 @@ def _is_ipv6(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address: 127.0.0.0/8, ::1 and `localhost`.
+    """Whether only this machine can reach an address: 127.0.0.0/8, ::1 and `localhost`.
 
-    Other names are not, because they may resolve elsewhere later.
+    Other names do not count, because they may later resolve to another address.
     """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -79,7 +79,7 @@ def is_loopback(host: str) -> bool:
 
 
 def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision:
-    """Decide whether a service may listen on an address. The reason of a yes is a warning or empty.
+    """Decide whether a service may listen on an address. If it may, the reason is a warning or empty.
 
     Args:
         host: the address.
@@ -96,6 +96,6 @@ def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision
         return Decision(True, f"{text}: {harm}")
     return Decision(
         False,
-        f"{text}: {harm}. Give it --tls-cert, --tls-key and --roles, or --host 127.0.0.1; or --insecure if "
-        "something else keeps others out",
+        f"{text}: {harm}. Set --tls-cert, --tls-key and --roles, or --host 127.0.0.1; or set --insecure if the "
+        "network keeps others out",
     )

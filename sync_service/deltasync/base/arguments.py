@@ -50,13 +50,14 @@ def check_name(what: str, name: str) -> str:
 
     Raises:
         TypeError: it is not a string.
-        InvalidInput: it is empty, longer than 128 characters, or has characters besides letters, digits, `._-`.
+        InvalidInput: it is empty or longer than 128 characters, starts with `.`, or has characters other than
+            letters, digits, `.`, `_` and `-`.
     """
     if not isinstance(name, str):
         raise TypeError(f"{what} name is {type_in_words(name)}, expected str")
     if not _NAME.fullmatch(name):
         raise InvalidInput(
-            f"{what} name {name!r}: use 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'"
+            f"{what} name {name!r}: use 1 to 128 letters, digits, '.', '_' or '-', not starting with '.'"
         )
     return name
 

@@ -2,8 +2,8 @@
 
     DeltasyncError
     ├── InvalidInput        an input that can never be right; nothing was changed
-    ├── NotFound            a name that does not exist; the message lists those that do
-    ├── Contradiction       valid by itself, but not with the service's data
+    ├── NotFound            a name that does not exist; the message lists the existing names
+    ├── Contradiction       valid by itself, but at odds with the service's data
     ├── Superseded          a newer stream, run or cut has taken this one's place
     ├── NotPermitted        the caller lacks the necessary role or token
     ├── LimitReached        a limit of the service is exceeded; the message names the limit
@@ -52,7 +52,7 @@ class InvalidInput(DeltasyncError, ValueError):
 
 
 class NotFound(DeltasyncError, LookupError):
-    """A name that does not exist; the message lists those that do."""
+    """A name that does not exist; the message lists the existing names."""
 
 
 class Contradiction(DeltasyncError):

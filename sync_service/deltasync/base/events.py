@@ -226,13 +226,12 @@ class Events:
             listener(event)
 
 
-# Kinds that peers repeat while a volume refuses writes, and those of them about the state of a rank.
+# Kinds that peers repeat while a volume refuses writes, and the kinds among them about the state of a rank.
 _OF_AN_OUTAGE = frozenset(
     {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
 )
 _OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
-# Kinds that repeat with each attempt of a peer or of this process. Below: the pause before the log repeats such a
-# line, and the number of lines it remembers.
+# Kinds that repeat with each attempt of a peer or of this process.
 _TRIED_AGAIN = frozenset(
     {
         EventKind.PUBLISHER_REFUSED,
@@ -242,10 +241,10 @@ _TRIED_AGAIN = frozenset(
         EventKind.FAILED,
     }
 )
-_REPEAT_SECONDS = 60.0
+# The pause before the log repeats such a line, and the number of lines that it remembers.
+_REPEAT_SECONDS, _LINES = 60.0, 1000
 # Numbers in an error, such as free bytes, may differ with each attempt.
 _NUMBER = re.compile("[0-9]+")
-_LINES = 1000
 # Kinds for the audit log.
 _AUDITED = frozenset({EventKind.CALL_REFUSED})
 
@@ -273,8 +272,9 @@ class EventLog:
             self._write(each)
 
     def tell_repeats(self) -> None:
-        """Log the repeats of lines older than a minute, and forget lines without repeats. Call it regularly,
-        because the event may never occur again.
+        """Log the repeats of lines older than a minute, and forget lines without repeats.
+
+        Call this regularly, because the event may never occur again.
         """
         now = self._now()
         for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):

@@ -72,7 +72,7 @@ class FreedMemory:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._least = 0  # The process's least memory since the last return.
+        self._least = 0  # The lowest memory of the process since the last return.
 
     def give_back(self) -> bool:
         """Return freed memory if it exceeds the limit; allocations wait meanwhile. Any thread, one at a time.
@@ -99,7 +99,7 @@ def _private_bytes() -> int:
 
 
 def spare_imports() -> None:
-    """Exclude all present objects from garbage collection: mostly modules, which are never freed.
+    """Exclude all current objects from garbage collection: mostly modules, which are never freed.
 
     A collection stops every thread, for 25 ms if it visits all imports of the service. Only our own processes call
     this, at their start, since it changes the whole process.
@@ -116,7 +116,7 @@ def raise_descriptor_limit() -> int:
 
 
 def this_process() -> str:
-    """This process in words, for a reader on another machine."""
+    """A description of this process for readers on other machines."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
 
 
@@ -159,8 +159,8 @@ def built_version() -> str:
 def built_commit() -> str:
     """The commit of the package or checkout; empty if unknown.
 
-    Images set DELTASYNC_COMMIT, and pip records the commit that it fetched with git. In an editable checkout, git
-    is asked once a process. The result ends in `-dirty` if files have changed since the commit.
+    Images set DELTASYNC_COMMIT, and pip records the commit that it fetched with git. An editable
+    checkout asks git once per process. The result ends in `-dirty` if files have changed since the commit.
     """
     if commit := os.environ.get("DELTASYNC_COMMIT"):
         return commit

@@ -32,7 +32,7 @@ class Progress:
             _all.add(self)
 
     def add(self, rows: int) -> None:
-        """Note that more rows are done."""
+        """Add finished rows."""
         self.at(self._rows + rows)
 
     def at(self, rows: int) -> None:

@@ -1,6 +1,6 @@
 """Threads: which may use which attributes, work that follows other work, and work on several cores.
 
-A class names the owners of its attributes with `confined`; DELTASYNC_CHECK_THREADS makes each access checked.
+A class names the owners of its attributes with `confined`. DELTASYNC_CHECK_THREADS enables a check of each access.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def not_shared_yet() -> Iterator[None]:
 
 
 def confined(**owners: ThreadOwner) -> Callable[[C], C]:
-    """Class decorator that sets the owners of attributes, once the constructor has ended."""
+    """Class decorator that names the owners of attributes. The constructor may use all of them."""
 
     def decorate(kind: C) -> C:
         if CHECKED:
@@ -110,7 +110,7 @@ def _check(kind: type[Any], name: str, owner: ThreadOwner) -> None:
 def name_threads() -> None:
     """Set the names of all threads in the system, for `top -H`, except the main one, which names the process."""
     for thread in set(threading.enumerate()) - set(_named) - {threading.main_thread()}:
-        with contextlib.suppress(OSError):  # Linux only; or the thread has ended.
+        with contextlib.suppress(OSError):  # Not on Linux, or the thread has ended.
             Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name[:_NAME_LENGTH])
         _named.add(thread)
 
@@ -146,7 +146,7 @@ def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
             future.set_exception(error)
 
 
-# Memory bandwidth limits work on many rows, so that more cores do not help.
+# More cores do not help, because memory bandwidth limits work on many rows.
 _MOST_SHARES = 4
 # With fewer rows, waking a thread takes longer than it saves.
 _LEAST_ROWS = 1 << 16
@@ -155,7 +155,7 @@ _LEAST_ROWS = 1 << 16
 def in_shares(work: Callable[[slice], None], rows: int) -> None:
     """Split rows into shares and process them on several cores. Return when all are done. Any thread.
 
-    `work` must release the interpreter's lock for most of its time.
+    `work` must release the GIL most of the time.
 
     Raises:
         the error of the first failed share; other shares may be done.

@@ -28,7 +28,7 @@ class Signal:
 async def first_of(
     *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
 ) -> None:
-    """Wait for the first of some events, or for a task, which is not cancelled, for at most `seconds`."""
+    """Wait at most `seconds` for the first of some events or for a task, without cancelling the task."""
     waiting = [asyncio.ensure_future(each) for each in events]
     try:
         also = [task] if task else []

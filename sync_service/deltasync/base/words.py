@@ -36,7 +36,7 @@ def utc(unix_ns: int) -> str:
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:
-    """Names in order, at most `most` of them: `a, b, c ... and 390 more`; empty without any."""
+    """Names in order, at most `most` of them: `a, b, c ... and 390 more`; empty without names."""
     ordered = sorted(names)
     more = f" ... and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more

@@ -3,7 +3,7 @@
 MODEL/manifests/ID.json     names all files of the checkpoint; its first line has a checksum of the rest
 MODEL/data/ID-NUMBER        rows or log records, see `chunks`
 
-Checkpoints share files: each names the files of its base and of the releases since, and adds one layer. Files with
+Checkpoints share files: each names the files of its base and of later releases, and adds one layer. Files with
 dirty rows are not shared. An id begins with a number that is larger than in all earlier checkpoints.
 """
 
@@ -48,7 +48,7 @@ class TableEntry:
     Attributes:
         key: the table.
         slot: its number in the chunks of all layers.
-        record: the data from which its owner makes it again.
+        record: the data from which its owner recreates it.
         number: its newest stamp.
         checksum: the checksum of all its rows.
     """
@@ -72,7 +72,7 @@ class File:
 class Layer:
     """Rows changed since the previous layer, as they are at `version`, and the log records of that time.
 
-    If the previous checkpoint lacks a table, all its rows are included.
+    All rows of a table are included if the previous checkpoint lacks the table.
 
     Attributes:
         rounds: files with rows. Within a round, files have different rows; across rounds, the last one counts.
@@ -107,9 +107,9 @@ class Manifest:
         made_unix_ns: when it was completed, nanoseconds since 1970.
         tables: the tables of the model and its views.
         states: the other data that owners need to continue, by owner.
-        layers: the base, then the releases since.
+        layers: the base, then later releases.
         dirty: files with the dirty rows of views.
-        slots: number of table numbers that its layers use.
+        slots: number of slots that its layers use; see `TableEntry`.
         small: small records of the log.
     """
 
@@ -143,12 +143,12 @@ class Manifest:
 
     @property
     def files(self) -> list[File]:
-        """All other files."""
+        """All files except the manifest."""
         return [*(file for layer in self.layers for file in layer.files), *self.dirty]
 
     @property
     def bytes(self) -> int:
-        """Size of all other files in bytes."""
+        """Size of these files in bytes."""
         return sum(file.bytes for file in self.files)
 
     @property
@@ -194,7 +194,7 @@ def unpack_checked(name: str, stored: bytes) -> dict[str, Any]:
     first, _, body = stored.partition(b"\n")
     match = _FIRST_LINE.fullmatch(first)
     if not match or _checksum(int(match[1]), body) != match[2].decode():
-        raise CheckpointDamaged(f"checkpoint {name} is damaged: its content does not fit its checksum")
+        raise CheckpointDamaged(f"checkpoint {name} is damaged: its content does not match its checksum")
     if int(match[1]) != FORMAT:
         text = f"checkpoint {name} has format {int(match[1])}, this version reads {FORMAT}"
         raise StorageFailed(f"{text}: update deltasync")

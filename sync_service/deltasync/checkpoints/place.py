@@ -25,9 +25,9 @@ _ADVICE = {
     errno.EACCES: "give the service's user access to it",
     errno.EPERM: "give the service's user access to it",
     errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
-    errno.ENOTDIR: "move the file away that takes the place of a folder",
-    errno.EEXIST: "move the file away that takes the place of a folder",
-    errno.EISDIR: "move the folder of that name away",
+    errno.ENOTDIR: "move away the file that takes the place of a folder",
+    errno.EEXIST: "move away the file that takes the place of a folder",
+    errno.EISDIR: "move away the folder of that name",
 }
 _OTHERWISE = "look for errors of its volume in the system log"
 # Names under which fsspec file systems list the time at which an object was written.
@@ -52,7 +52,7 @@ class Place:
 
     Attributes:
         url: the URL.
-        damaged: names of files that this process saw damaged or missing.
+        damaged: names of files that are damaged or missing, as far as this process noticed.
     """
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -144,7 +144,7 @@ class Place:
 
     @contextlib.contextmanager
     def using(self, names: Iterable[str]) -> Iterator[None]:
-        """Prevent this process from removing old files inside the block, by file name or checkpoint id."""
+        """Prevent this process from removing files inside the block; `names` are file names or checkpoint ids."""
         some = list(names)
         with self._lock:
             self._in_use.update(some)

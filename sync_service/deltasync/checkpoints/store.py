@@ -301,13 +301,13 @@ class CheckpointStore:
             raise kind(f"{here}; {error}") from error
         try:
             self._local.put(file.name, content)
-            logger.info("fetched from %s: %s", self._remote.url, here)
+            logger.info("a file was fetched from %s: %s", self._remote.url, here)
         except PlaceFailed as error:  # The next checkpoint then is a base, which does not need the file.
             logger.warning("%s", error)
         return parsed
 
     def is_sound(self, manifest: Manifest) -> bool:
-        """Whether one of the places has each file of a checkpoint, not known to be damaged."""
+        """Whether each file of a checkpoint is in one of the places and not known to be damaged."""
         whole = [self._whole(place) for place in self._places]
         return all(any(file in files for files in whole) for file in manifest.files)
 
@@ -400,7 +400,7 @@ class CheckpointStore:
                 for file, _ in in_order(partial(self._copy_file, place), lacking):
                     check()
                     progress.add(file.bytes)
-                # Another process may have removed files as old that no checkpoint named before.
+                # Another process may have removed old files that no manifest named yet.
                 for file in there - self._whole(place):
                     raise PlaceFailed(f"checkpoints: {place.url}/{file.name} was removed while others were copied")
                 place.put(manifest.name, pack_manifest(manifest))
@@ -477,8 +477,8 @@ class CheckpointStore:
         place = self._remote if remote else self._local
         if place is None:
             return
-        # List these before the manifests: of a checkpoint being written, either the manifest is among the
-        # manifests, or its files are not in these lists.
+        # List these before the manifests. A checkpoint that is written meanwhile then has its manifest among the
+        # manifests, or none of its files in these lists.
         listed = place.names(f"{self._model}/{DATA}")
         data = [each for each in listed if not self._in_use(each)]
         unfinished = [each for each in place.names(f"{self._model}/{MANIFESTS}") if UNFINISHED in each.name]

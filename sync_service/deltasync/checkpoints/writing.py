@@ -29,7 +29,7 @@ _Copy: TypeAlias = tuple[PreCopy, list[tuple[StampedTable, int]]]  # Tables with
 
 # Bytes copied in one turn on the model's thread, which takes less than a millisecond.
 TURN_BYTES = 2 << 20
-# A new base is written once the releases since would exceed this share of the base. This costs about 1.7 bytes
+# A new base is written once later releases would exceed this share of the base. This costs about 1.7 bytes
 # written for each changed byte, bases included, and loading reads at most 2.5 times the size of a base.
 _RELEASES_SHARE = 1.5
 # A base is also written at this number of layers, since each has its own files.
@@ -57,7 +57,7 @@ class SourceTable:
     Attributes:
         key: the table.
         table: its rows.
-        record: the data from which its owner makes it again.
+        record: the data from which its owner recreates it.
         dirty: its dirty rows ([n], ascending), and the versions since which they are dirty ([n]). Both arrays are
             immutable.
     """
@@ -99,7 +99,7 @@ class Subject(Protocol):
         """The model and its present views. On the model's thread; an error stops the checkpoint."""
 
     def small_records(self) -> Mapping[str, bytes]:
-        """Read the small log records that a start elsewhere needs.
+        """Read the small log records that a service on another machine needs.
 
         Called before the checkpoint's version is fixed, so that no record is newer.
         """
@@ -331,7 +331,7 @@ class CheckpointWriter:
             if self._waited < PATIENCE_SECONDS or "" in waiting:
                 self._copy_blocks(list(self._copies))  # Otherwise the rest would grow meanwhile.
                 return 0
-            text = "writing a checkpoint without the views of consumers %s: the log does not take their releases"
+            text = "writing a checkpoint without the views of consumers %s: the log does not accept their releases"
             logger.warning(text, ", ".join(waiting))
         self._files.next_round()
         for copy, copied_tables in self._copies:

@@ -1,1 +1,1 @@
-"""The `deltasync` command: a verb in the file of its name, or in that of its subject. Internal."""
+"""The `deltasync` command. Each verb is in the file of its name or of its subject. Internal."""

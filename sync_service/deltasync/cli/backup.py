@@ -42,7 +42,7 @@ def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
         with waiting_for(service):
             made = Admin(service).backup(url)
         files, size = made["files"], made["bytes"]
-    else:  # Imported late, as asking a service needs none of it.
+    else:  # Imported late, because a running service needs none of it here.
         from deltasync.service.backup import back_up_offline
 
         copied = back_up_offline(data_dir, url)
@@ -55,9 +55,9 @@ def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
 @click.option("--data-dir", type=_FOLDER, required=True, help="Data directory to create; new or empty.")
 def restore(url: str, data_dir: Path) -> None:
     """Create a data directory from a backup, or from the newest checkpoint of each model at the folder or URL of
-    `serve --checkpoints`. The command compares every file with its checksums.
+    `serve --checkpoints`. The command checks every file against its checksums.
 
-    Every model starts a new epoch, by which replicas and trainers with newer versions notice the rollback.
+    Every model starts a new epoch, so that replicas and trainers with newer versions detect the rollback.
     """
     from deltasync.service import restore as restoring
 

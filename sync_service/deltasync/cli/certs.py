@@ -47,7 +47,7 @@ def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], servers: S
     """Make a CA and certificates for the service and its clients, for a trial.
 
     DIR gets ca.pem, which all sides trust, service.pem and service-key.pem, and NAME.pem and NAME-key.pem for each
-    client and each other server. The CA's key is not stored, so a further certificate needs a new CA.
+    client and each other server. The CA's key is not kept, so adding a certificate later needs a new CA.
     """
     expiry = datetime.now(UTC) + timedelta(days=days)
     try:
@@ -103,7 +103,7 @@ def write_certificates(
 
 
 def _contents(named: Mapping[str, Sequence[str]], expiry: datetime) -> Iterator[tuple[str, bytes]]:
-    """The name and content of each file, for holders and their host names."""
+    """The name and content of each file. `named` has the host names of each certificate."""
     ca = trustme.CA(organization_name="deltasync, for a trial")
     yield "ca.pem", ca.cert_pem.bytes()
     for name, names in named.items():

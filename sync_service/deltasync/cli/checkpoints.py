@@ -41,7 +41,7 @@ def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: b
     behind   versions since the checkpoint
     age      time since it was completed
     bytes    size of all its files
-    new      bytes of the files that the previous checkpoint lacks
+    new      bytes of files not in the previous checkpoint
     at URL   version of the newest checkpoint at the URL of `serve --checkpoints`
     why      why the last attempt to write or copy a checkpoint failed
 

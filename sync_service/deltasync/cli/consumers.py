@@ -148,8 +148,8 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     """Replace the whole policy of consumer NAME.
 
     An option that you leave out returns to its default. Without options the service sends every changed row, in
-    its own type, at once. Replicas keep their offsets. But a replica stops with an error if --mode becomes ids
-    and it needs values, or if its modules cannot hold the new --value-type.
+    its own type, at once. Replicas keep their offsets. A replica stops with an error if it needs values and
+    --mode becomes ids, or if its modules cannot hold the new --value-type.
     """
     policy, admin = policy_of(options), Admin(service)
     before = Policy.from_dict(admin.consumer(name)["policy"])
@@ -191,7 +191,7 @@ def delete_consumer(name: str, service: Endpoint) -> None:
 
 @click.group()
 def replicas() -> None:
-    """List replicas, and forget those that will not return."""
+    """List replicas, and forget lost ones."""
 
 
 @replicas.command("list", context_settings=CONTEXT)
@@ -246,7 +246,7 @@ def _replica_row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
 @click.argument("replica")
 @operator_options(changes=True)
 def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
-    """Forget REPLICA of CONSUMER, which must be away: the lag stops counting it. `deltasync lag` lists them.
+    """Forget REPLICA of CONSUMER, which must be away. It no longer counts for lag.
 
     If it returns under the same name, it continues from its own rows.
     """

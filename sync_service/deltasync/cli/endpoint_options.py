@@ -34,9 +34,9 @@ _SHOWN = 12
 
 @contextmanager
 def naming_versions(service: Endpoint) -> Iterator[None]:
-    """Add both versions to an error that a service of another version would explain.
+    """Add both versions to an error if they differ and may be its cause.
 
-    After such an error this asks the service for its version, for at most two seconds.
+    After such an error, this asks the service for its version, for at most two seconds.
     """
     try:
         yield
@@ -97,7 +97,7 @@ _RIGHTS = (
     _option("--ca", "PEM file of the CA of the service's certificate. Turns TLS on.", type=_FILE),
     _option("--cert", "PEM file of the client certificate.", type=_FILE),
     _option("--key", "PEM file of the key of --cert.", type=_FILE),
-    _option("--server-name", "Name in the service's certificate, if it is not the host."),
+    _option("--server-name", "Name in the service's certificate, if it differs from the host."),
     _option("--token-file", "File with a token. Or set DELTASYNC_TOKEN to the token itself.", type=_FILE),
     _option("--endpoint", "TOML file with the address and any of these options.", type=_FILE, metavar="FILE"),
     _option("--insecure", "Send the token without TLS, readable on the network.", is_flag=True),
@@ -159,7 +159,7 @@ def _user() -> str:
 
 
 def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
-    """`--service` and the options for credentials; a command over HTTP gets them as `service`, an `Endpoint`.
+    """`--service` and the options for credentials. The command gets them as `service`, an HTTP `Endpoint`.
 
     Each option is also an environment variable, DELTASYNC_ plus its name in capitals, and then a key of the
     `--endpoint` file. Both can name two addresses of one service: DELTASYNC_HTTP, or key `http`, for operators,
@@ -173,7 +173,7 @@ def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
 
 
 def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F], Command]:
-    """The same for a command that publishes or subscribes, over gRPC.
+    """Like `operator_options`, for a command that publishes or subscribes over gRPC.
 
     Args:
         default: the default address; None = the option is required.
@@ -182,7 +182,7 @@ def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F],
 
 
 def either_options(subscribes: Callable[[dict[str, Any]], bool], when: str) -> Callable[[F], Command]:
-    """The same for a command that changes something over HTTP, or else subscribes.
+    """Like `operator_options`, for a command that changes something over HTTP, or else subscribes.
 
     Args:
         subscribes: decides from the other settings whether the command subscribes.
@@ -218,7 +218,7 @@ def _endpoint_option(
 
 
 def _endpoint(service: str | None, kind: _Kind, options: dict[str, Any]) -> Endpoint:
-    """The endpoint; `service` on the command line is only for the protocol that the command uses."""
+    """The endpoint. `service`, from the command line, only replaces the address of the command's protocol."""
     settings = endpoint_settings(options, os.environ)
     if service:
         settings |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})

@@ -40,7 +40,7 @@ def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
 
 
 def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
-    # Polls, as the event stream covers one process, and processes come and go.
+    # Poll, because the event stream covers only one process, and processes come and go.
     seen, first, away, missing = dict[str, int](), True, False, dict[str, str]()
     while True:
         processes = EachProcess(service)
@@ -81,7 +81,7 @@ def may_lack(latest: list[dict[str, Any]], seen: dict[str, int], few: int) -> bo
 
 
 def _newest(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The last `count` of all, as each process sends up to that number."""
+    """The last `count` of all events, because each process has sent up to `count`."""
     return events[max(0, len(events) - count) :]
 
 

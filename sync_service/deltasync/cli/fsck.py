@@ -57,7 +57,7 @@ def _checked(data_dir: Path | None, service: Endpoint) -> list[dict[str, Any]]:
     if data_dir is None:
         with waiting_for(service):
             return Admin(service).fsck()
-    # Imported late, as asking a service needs none of it.
+    # Imported late, because a running service needs none of it here.
     from deltasync.service.fsck import check_data_directory
 
     return [asdict(each) for each in check_data_directory(data_dir)]

@@ -29,7 +29,7 @@ from deltasync.core.policy import Policy
 _HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
 # Exit status of a command that reports trouble.
 BEHIND = 3
-# Most replicas to show with their reason; `replicas list` shows all.
+# Maximum number of replicas to show with their reason; `replicas list` shows all.
 _MOST_WRONG = 10
 
 
@@ -40,8 +40,8 @@ _MOST_WRONG = 10
     type=click.FloatRange(0),
     default=None,
     show_default=False,
-    help=f"Exit with status {BEHIND} if a consumer is further behind, or its state is none of in sync, current, "
-    "delivered, partial, behind and paused. Also if there is no consumer, a process does not answer, or no "
+    help=f"Exit with status {BEHIND} if a consumer is further behind or its state is not one of in sync, current, "
+    "delivered, partial, behind and paused; also if there is no consumer, a process does not answer, or no "
     "process owns a model.",
 )
 @watch_option
@@ -107,7 +107,7 @@ _UNSENT_TITLES = ("unsent norm", "unsent share")
 def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
     """One line per consumer, most urgent first, then the replicas in trouble.
 
-    Even a consumer in sync can have one: a replica that another program writes to.
+    Even a consumer in sync can have such a replica: one that another program writes to.
     """
     if not lines:
         return [f"no consumers: create one with {suggested('consumers create NAME --model MODEL')}"]

@@ -23,7 +23,7 @@ _SHOWN = 40
 
 
 class _Verbs(click.Group):
-    """A group that imports a subcommand only on use, as each needs the dependencies of its own extra."""
+    """A group that imports a subcommand only on use, because each needs the packages of its own extra."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
         return sorted(_verbs())

@@ -97,7 +97,7 @@ TRAINER = ("rich", "tensordict", "torch", "torchrec")
 
 
 def check_needs(*modules: str) -> None:
-    """Check that modules are installed, without importing them, as that takes seconds and `--help` needs none.
+    """Check that modules are installed, without importing them, which would slow down `--help` by seconds.
 
     Raises:
         ModuleNotFoundError: a module is missing.
@@ -111,7 +111,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Show = Callable[[EachProcess], list[str]]
 
 _SECONDS, _WAITING_SECONDS = 1.0, 5.0
-# Most cuts and events that an overview shows of all processes.
+# Maximum number of cuts and events in an overview of all processes.
 _CUTS, _EVENTS = 20, 30
 
 
@@ -182,7 +182,7 @@ def _of(answers: list[Any], name: str, *by: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def waiting_for(http: Endpoint | None) -> Iterator[None]:
-    """While the block runs, print the service's current work to standard error every few seconds.
+    """Print the service's current work to standard error every few seconds while the block runs.
 
     Args:
         http: the service's endpoint; None = print only that the command is waiting.

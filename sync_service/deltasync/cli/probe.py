@@ -69,7 +69,7 @@ class Probe:
     def __init__(self, service: Callable[[], Endpoint], seconds: float, status: ProbeStatus) -> None:
         self.status = status
         status.every_seconds = seconds
-        # Random, as the service may still have the number of an earlier run.
+        # Random, because the service may still have the number of an earlier run.
         self._service, self._number = service, secrets.randbelow(_MOST)
         self._run_id, self._started = uuid.uuid4().hex, time.time_ns()
         self._publisher: Publisher | None = None
@@ -114,12 +114,12 @@ class Probe:
             raise _late("a row was not sealed", publisher.connection)
         position = sealed.result()
         if not self._wait(lambda: self._echo.holds(self._number), PATIENCE_SECONDS):
-            subscriber.check()  # Raise what ended it, if it has ended.
+            subscriber.check()  # Raises the error that stopped it, if any.
             raise _late(f"version {position.number} was not read back", subscriber.connection)
         return time.monotonic() - begun
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition, but at most until the timeout or `close`; return whether it holds."""
+        """Wait for a condition until the timeout or `close`; return whether it holds."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or condition(), seconds)
             return condition()
@@ -151,7 +151,7 @@ class Probe:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close both connections, as either may have ended for good; the next turn opens new ones."""
+        """Close both connections, because either may have ended for good. The next turn opens new ones."""
         for each in (self._publisher, self._subscriber):
             if each:
                 each.close()
@@ -176,7 +176,7 @@ def probe_options(command: F) -> F:
         type=click.FloatRange(0.1, _MOST_SECONDS),
         default=None,
         show_default=False,
-        help="Probe: publish a row to a model of its own this often (at most 30), and read it back as a replica.",
+        help="Seconds between probes, at most 30: publish a row to the probe's own model and read it back.",
     )
     endpoint = click.option(
         "--probe-endpoint",
@@ -189,7 +189,7 @@ def probe_options(command: F) -> F:
 
 
 def take_probe_options(settings: dict[str, Any], *, guarded: bool) -> "Callable[[str, ProbeStatus], Probe] | None":
-    """Pop the probe's settings; return what starts the probe, or None without one.
+    """Pop the probe's settings; return a function that starts the probe, or None without one.
 
     Raises:
         InvalidInput: the service is `guarded` by TLS or roles, and the probe has no credentials.

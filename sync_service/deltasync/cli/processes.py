@@ -18,7 +18,7 @@ from deltasync.client.endpoint import Endpoint, Route
 def processes(service: Endpoint, as_json: bool) -> None:
     """List the processes of a service and the models that each owns.
 
-    State "gone" means that a process ended without a goodbye. Others take over its models.
+    State "gone" means that a process ended without signing off. Others take over its models.
     """
     lines = Route(service).ask("GET", "/processes")
     if as_json:

@@ -41,7 +41,7 @@ def access_options(command: F) -> F:
         click.option(
             "--insecure",
             is_flag=True,
-            help="Listen on an address that other machines can reach even without TLS and roles.",
+            help="Listen on an address that other machines can reach, even without TLS and roles.",
         ),
         click.option(
             "--admin-token-file",
@@ -182,7 +182,7 @@ def log_options(command: F) -> F:
                 "--log-monitor",
                 default="",
                 metavar="URL[,URL]",
-                help="Monitoring ports of the brokers, http://HOST:PORT. Shows if they sync to disk.",
+                help="Monitoring ports of the brokers, http://HOST:PORT. Used to check that they sync to disk.",
             ),
             click.option("--log-prefix", default="deltasync", help="Prefix of all names in the brokers."),
             click.option("--log-replicas", type=click.IntRange(1), default=3, help="Copies of each log."),
@@ -199,9 +199,14 @@ def log_options(command: F) -> F:
                 "--advertise-grpc",
                 default="",
                 metavar="HOST:PORT",
-                help="gRPC address for others to use.",
+                help="gRPC address at which clients and other processes reach this one.",
             ),
-            click.option("--advertise-http", default="", metavar="URL", help="HTTP address for others to use."),
+            click.option(
+                "--advertise-http",
+                default="",
+                metavar="URL",
+                help="HTTP address at which clients and other processes reach this one.",
+            ),
             click.option(
                 "--lease-seconds",
                 type=click.FloatRange(0.5, 3600),
@@ -338,7 +343,7 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     "--keep-checkpoints",
     type=click.IntRange(2),
     default=3,
-    help="Number of checkpoints to keep of each model. The log reaches back to the second newest.",
+    help="Checkpoints to keep for each model. The log reaches back to the second newest.",
 )
 @click.option(
     "--keep-checkpoints-seconds",
@@ -384,7 +389,7 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     "--replica-retention-seconds",
     type=click.FloatRange(0),
     default=3600.0,
-    help="Drop a replica from its consumer's offset after it has been away this long.",
+    help="Stop counting a replica in its consumer's offset once it has been away this long.",
 )
 @click.option(
     "--drain-seconds",

@@ -88,7 +88,8 @@ def _room(volume: dict[str, Any]) -> str:
 
 
 def _rank(rank: dict[str, Any]) -> str:
-    return f"rank {rank['rank']} of {rank['model']} is away for {seconds(rank['since_seconds'])}: {rank['left']}"
+    name = f"rank {rank['rank']} of {rank['model']}"
+    return f"{name} has been away for {seconds(rank['since_seconds'])}: {rank['left']}"
 
 
 def _ranks(model: dict[str, Any]) -> str:

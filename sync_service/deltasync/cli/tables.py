@@ -108,12 +108,12 @@ def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint)
     """Delete the rows ID... of TABLE in MODEL's trainer, with one of its next cuts, and in all replicas.
 
     The service repeats the request, even after a restart of service or trainer, until a sealed cut carries the
-    delete. If training later looks the row up, it is a new row.
+    delete. If training later looks the row up, it starts as a new row.
     """
     pending = Admin(service).delete_rows(model, table, ids)
     count, reason = pending["rows"], pending["reason"]
     which = f"of table {table} of model {model}"
-    say(f"requested the delete of {counted(count, 'row')} {which}: {reason}")
+    say(f"requested the deletion of {counted(count, 'row')} {which}: {reason}")
 
 
 @rows.command("pending", context_settings=CONTEXT)

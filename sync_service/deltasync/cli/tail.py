@@ -54,15 +54,15 @@ def goodbye_on_sigterm() -> Iterator[None]:
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
 @click.option("--rows", type=click.IntRange(0), default=0, help="Rows to show of each table.")
-@click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="Stop after this many.")
+@click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="Releases to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @service_options()
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
     """Show the releases of CONSUMER as they arrive, until Ctrl-C. The first one has all current rows.
 
     Each release prints a line with its version or release number, rows, bytes, and delay since the end of the
-    trainer's step, which compares two machines' clocks. Below that come its rows per table. --rows adds some ids
-    with the L2 norm of the row or, in mode ids, of its change.
+    trainer's step, which compares two machines' clocks. A line for each table has its number of rows. --rows adds
+    some ids with the L2 norm of the row or, in mode ids, of its change.
 
     The command connects as a replica, needs role subscribe, and keeps no rows. The lag lists it as a guest and
     does not count it.

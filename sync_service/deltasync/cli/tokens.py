@@ -156,7 +156,7 @@ def _role_option(command: F) -> F:
 @_role_option
 @_made
 def create(name: str, role: tuple[str, ...], roles: Path) -> None:
-    """Create a token and print it. It is shown only now: the file keeps just its digest."""
+    """Create a token and print it. It is shown only once; the file stores only its digest."""
     token = secrets.token_urlsafe(_BYTES)
     add_token(roles, name, token, role)
     say(token)
@@ -187,5 +187,5 @@ def list_(roles: Path) -> None:
 @click.argument("name")
 @_read
 def revoke(name: str, roles: Path) -> None:
-    """Remove a token, or certificates with this name, and all their roles."""
+    """Remove the token or the certificates of this name, with all their roles."""
     say(f"{take_roles(roles, name)} {name} revoked")

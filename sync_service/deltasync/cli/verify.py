@@ -38,7 +38,7 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
     default=None,
     show_default=False,
     help="Compare a trainer's checkpoint instead: a folder of torch.distributed.checkpoint, or a file of "
-    "torch.save. Needs torch. Loading can run code from the checkpoint, so use only one that you trust.",
+    "torch.save. Needs torch. Loading can run code from the checkpoint, so use only one you trust.",
 )
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds to wait.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -70,8 +70,8 @@ def verify(
     checksum  expected checksum; held: the actual one
     why       which rows differ, and how many were skipped
 
-    The exit status is 0 if all are equal, else 3. A replica that is away, or that disconnects meanwhile, counts as
-    not shown.
+    The exit status is 0 if all are equal, else 3. A replica that is away, or disconnects during the check, counts
+    as not shown.
     """
     if (checkpoint is not None) + (torch_checkpoint is not None) + bool(replicas) > 1:
         raise click.UsageError("give only one of --replica, --checkpoint and --torch-checkpoint")

@@ -2,7 +2,7 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public are the names in `__all__`, `fetch_lag` of `deltasync.client.admin`, and in `deltasync.client.targets`:
+Public names are everything in `__all__`, `deltasync.client.admin.fetch_lag`, and in `deltasync.client.targets`:
 
 - with torch: `torch_target.TorchTarget` and `torch_compiled.CompiledModule`
 - with redis: `redis_target.RedisTarget` and `redis_rows.RedisRows`

@@ -48,7 +48,7 @@ class Admin:
         return self._object("POST", "/consumers", body)
 
     def update_consumer(self, name: str, policy: Policy) -> dict[str, Any]:
-        """Give a consumer another policy; its replicas keep their place.
+        """Give a consumer another policy; its replicas keep their offsets.
 
         Raises:
             NotFound: no such consumer.
@@ -152,14 +152,14 @@ class Admin:
         """Back up a running service. Its log shows the progress.
 
         Args:
-            url: a new or empty place: an absolute path on the service's machine, or a URL of object storage.
+            url: a new or empty folder: an absolute path on the service's machine, or a URL of object storage.
             timeout_seconds: maximum duration.
 
         Returns:
             Number of files and bytes of the complete backup.
 
         Raises:
-            InvalidInput: the path is relative or inside the data directory, or the place is not empty.
+            InvalidInput: the path is relative or inside the data directory, or the folder is not empty.
             Contradiction: another backup is running.
             StorageFailed: a file could not be read or written.
         """
@@ -207,7 +207,7 @@ class Admin:
             Version of the checkpoint, its bytes, and the bytes that are new in it.
 
         Raises:
-            NotFound: no such model, or nothing of it is published.
+            NotFound: no such model, or it has no version yet.
             StorageFailed: the checkpoint could not be written or copied.
         """
         return self._object("POST", f"{_model(model)}/checkpoint", None, timeout_seconds)
@@ -246,13 +246,13 @@ class Admin:
         return models
 
     def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """The lists of all processes in one, or an error: see `_of_each`."""
+        """Join the lists of all processes, sorted by the keys `by`; raises as `_of_each` does."""
         return joined(self._of_each("GET", path), *by)
 
     def _of_each(
         self, method: str, path: str, patience_seconds: float | None = None
     ) -> list[list[dict[str, Any]]]:
-        """The lists of all processes; raises ServiceUnavailable if one is missing."""
+        """The lists of all processes; raises ServiceUnavailable if a process or a model's owner is missing."""
         processes = EachProcess(self._endpoint)
         answers = processes.answers(path, method, patience_seconds)
         for name, why in processes.missing.items():
@@ -296,12 +296,12 @@ def _model(name: str) -> str:
 
 
 class EachProcess:
-    """Asks all processes of a service over HTTP at the same time. The first that answers lists the others.
+    """Asks all processes of a service over HTTP at once. The first one to answer lists the others.
 
     Attributes:
-        http: the address of one or several processes.
+        http: the addresses of one or more of the processes.
         missing: the reasons why processes have not answered, by process.
-        unowned: the models that no process owns, and no answer covers.
+        unowned: the models that no process owns; the answers lack them.
     """
 
     def __init__(self, http: Endpoint) -> None:
@@ -333,7 +333,7 @@ class EachProcess:
         return answers
 
     def lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """The lists of all processes in one, sorted by keys."""
+        """Join the lists of all processes, sorted by the keys `by`."""
         return joined(self.answers(path), *by)
 
     def _alive(self) -> dict[str, Endpoint]:
@@ -345,7 +345,7 @@ class EachProcess:
         return self._processes
 
     def _listed(self) -> tuple[Endpoint, list[dict[str, Any]]]:
-        """The list of processes from one that is in touch with all others; from any other if there is none."""
+        """The list of processes, and the endpoint that sent it: if possible, one in touch with all others."""
         report: tuple[Endpoint, list[dict[str, Any]]] | None = None
         error = ServiceUnavailable()
         for each in self.http.alone():
@@ -362,7 +362,7 @@ class EachProcess:
         return report
 
     def _named(self, lines: list[dict[str, Any]], answered: Endpoint) -> dict[str, Endpoint]:
-        """The endpoints of processes. The process that answered keeps the address where it did."""
+        """The endpoints of processes by name. `answered` stays the endpoint of the process that sent the list."""
         endpoints = dict[str, Endpoint]()
         for each in lines:
             name, http = str(each["process"]), str(each["http"])
@@ -374,14 +374,14 @@ class EachProcess:
 
 
 def joined(lists: Iterable[Iterable[dict[str, Any]]], *by: str) -> list[dict[str, Any]]:
-    """The lists of several processes in one, sorted by keys."""
+    """Join the lists of several processes, sorted by the keys `by`."""
     return sorted((line for lines in lists for line in lines), key=lambda line: [line[name] for name in by])
 
 
 def owners_lines(lists: Iterable[Iterable[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
-    """The lists of several processes in one, sorted by name, with one line per name.
+    """Join the lists of several processes, sorted by the key `name`, with one line per name.
 
-    If several processes have a line for a name, the owner's counts: it has a head.
+    If several processes have a line for a name, the owner's counts, which has a head.
     """
     lines = sorted(joined(lists, name), key=lambda line: line.get("head") is not None)
     return joined([{line[name]: line for line in lines}.values()], name)

@@ -24,7 +24,7 @@ from deltasync.wire.row_messages import CHUNK_BYTES, Columns
 
 
 def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
-    """Rows in the order of arrival; of a row that came several times, the last. Empties `batches`.
+    """Rows in order of arrival, each row only as it arrived last. Empties `batches`.
 
     Raises:
         IndexError: a row id is outside of its table.
@@ -64,7 +64,7 @@ class ReleaseAssembler:
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` are the tables of the last release of any stream. Each release updates the set."""
+        """`known` has the tables of the last release, also from earlier streams. Each release updates it."""
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
@@ -93,7 +93,7 @@ class ReleaseAssembler:
         self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
     def add(self, slot: int, columns: Columns) -> bool:
-        """Add rows of the table `slot`; returns whether it is time to return credit.
+        """Add rows of the table `slot`; return whether it is time to return credit.
 
         Raises:
             InvalidInput: the table is unknown, or the rows have another size.
@@ -192,12 +192,12 @@ class ReleaseAssembler:
 
 
 def _goes_ahead(rows: RowBatch) -> bool:
-    """Whether a part may have these rows. A map, for example, is only right as a whole."""
+    """Whether a part may contain these rows. A map, for example, is only valid as a whole."""
     return rows.table.kind is TableKind.EMBEDDING
 
 
 def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
-    """Rows in the target's form, from the form on the wire."""
+    """Convert rows from the form on the wire to the target's form."""
     spec = delivery.held_spec
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)

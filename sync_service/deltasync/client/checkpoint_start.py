@@ -84,7 +84,7 @@ def read_start(url: str, consumer: str) -> CheckpointStart | None:
 
 
 def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
-    """Read the name of the newest checkpoint with a consumer, and the rows of the consumer's replicas.
+    """Read the newest checkpoint of a consumer's model: its name, and the rows of the consumer's replicas.
 
     Raises:
         InvalidInput: the URL's scheme is not supported, or its package is not installed.
@@ -95,7 +95,7 @@ def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
     for store, manifest in _manifests(url, consumer):
         if start := _read(store, manifest, consumer):
             return manifest.name, start
-        raise Contradiction(f"consumer {consumer!r} streams ids only: there is nothing to compare")
+        raise Contradiction(f"consumer {consumer!r} has mode ids: its replicas have no rows to compare")
     raise NotFound(f"{url} has no checkpoint for consumer {consumer!r}")
 
 
@@ -139,13 +139,13 @@ def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> Chec
 
 
 def _of_model(manifest: "Manifest") -> dict[int, Delivery]:
-    """The form of each of a model's tables in replicas, by the table's slot in the checkpoint."""
+    """How replicas get each table of a model, by the table's slot in the checkpoint."""
     entries = (each for each in manifest.tables if not each.key.owner)
     return {each.slot: Delivery.unchanged(spec_of_record(each.record)) for each in entries}
 
 
 def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, Delivery]:
-    """The form of each of a view's tables in replicas, by the table's slot in the checkpoint."""
+    """How replicas get each table of a view, by the table's slot in the checkpoint."""
     from deltasync.checkpoints.manifest import TableKey
 
     keys = {each.key: each for each in manifest.tables}

@@ -47,7 +47,7 @@ class Connection:
 
 
 class Connectivity:
-    """Follows the connections of one client, and logs them. Any thread."""
+    """Tracks and logs the connections of one client. Safe to use from any thread."""
 
     def __init__(self, who: str) -> None:
         """`who` names the client in the log."""

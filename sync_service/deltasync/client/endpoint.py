@@ -106,7 +106,7 @@ class Endpoint:
         _TOKEN_FILE and _ADMIN_TOKEN. The argument `endpoint` or DELTASYNC_ENDPOINT names a file for `from_file`.
 
         Raises:
-            InvalidInput: there is no address, the file cannot be read, or see `Endpoint`.
+            InvalidInput: there is no address, the file cannot be read, or a value is invalid (see `Endpoint`).
         """
         settings = endpoint_settings({"address": address, **given}, os.environ)
         if not (settings.get("address") or settings.get("http")):
@@ -123,7 +123,7 @@ class Endpoint:
         Its keys are address, http, ca, cert, key, server_name and token_file. Paths are relative to its folder.
 
         Raises:
-            InvalidInput: the file cannot be read, has other keys or no address, or see `Endpoint`.
+            InvalidInput: the file cannot be read, has other keys, no address or an invalid value.
         """
         settings = file_settings(Path(path))
         if not (settings.get("address") or settings.get("http")):
@@ -132,7 +132,7 @@ class Endpoint:
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":
-        """The gRPC endpoint of a service, checked.
+        """Check the gRPC endpoint of a service and return it.
 
         Raises:
             InvalidInput: the address is not HOST:PORT, or a file cannot be used.
@@ -152,7 +152,7 @@ class Endpoint:
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
-        """The HTTP endpoint of a service, checked: at `http` if set, else at `address`.
+        """Check the HTTP endpoint of a service and return it: at `http` if set, else at `address`.
 
         Raises:
             InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
@@ -181,7 +181,7 @@ class Endpoint:
         """
         address = owner.http if is_url(self.address) else owner.grpc
         if is_url(self.address) and address.partition(":")[0] != self.address.partition(":")[0]:
-            raise InvalidInput(f"service {address!r}: {self.address} refers to it, but has another scheme")
+            raise InvalidInput(f"service {address!r}: {self.address} names it as owner, but with another scheme")
         other = replace(self, address=address, http="")
         return Endpoint.of_http(other) if is_url(self.address) else Endpoint.of_grpc(other)
 
@@ -212,7 +212,7 @@ class Endpoint:
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
-        """Send an HTTP request; returns the JSON answer, or None if it is empty.
+        """Send an HTTP request; return the JSON answer, or None if it is empty.
 
         Args:
             method: GET, PUT, POST or DELETE.
@@ -261,7 +261,8 @@ class Endpoint:
         try:
             token = Path(self.token_file or "").read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"token_file {self.token_file}: {getattr(error, 'strerror', 'no text')}") from error
+            why = getattr(error, "strerror", "not text")
+            raise InvalidInput(f"token_file {self.token_file}: {why}") from error
         return checked_token(f"token_file {self.token_file}", token)
 
     def _check_secrecy(self) -> None:
@@ -326,7 +327,7 @@ class _Details(grpc.ClientCallDetails):
 
 
 _PATHS = ("ca", "cert", "key", "token_file")
-# Keys of the file, which are also arguments.
+# Keys of an endpoint file, with the names of the arguments.
 _KEYS = ("address", "http", "server_name", *_PATHS)
 # The variable of each argument in the environment.
 _VARIABLES = {
@@ -454,11 +455,11 @@ _LONGEST_SECONDS = 1.0
 
 
 class Route:
-    """Chooses the process to ask: one of the endpoint's addresses, or the owner that such a process has named.
+    """Chooses the process to ask: one of the endpoint's addresses, or the owner that one of them has named.
 
     The owner gets the endpoint's credentials, over the same scheme. With TLS its certificate must be from the same
-    CA. Without TLS it gets no token on another machine unless the endpoint allows that; the next address of the
-    endpoint is asked instead.
+    CA. Without TLS, an owner on another machine gets no token unless the endpoint allows it; the route then asks
+    the endpoint's next address.
 
     Attributes:
         endpoint: the process to ask now.
@@ -468,7 +469,7 @@ class Route:
         self._all = endpoint.alone()
         random.shuffle(self._all)  # Spreads the load of many clients.
         self._next, self._turns = 0, 0
-        # Whether a process has named another owner: since the last pause, and before it.
+        # Whether a process has named another owner: since the last pause, and in the round before it.
         self._moving = self._moves = False
         self.endpoint = self._all[0]
 
@@ -504,7 +505,7 @@ class Route:
         return unasked or self._pause()
 
     def pause(self, seconds: float) -> float:
-        """The length of a pause: `seconds`, or less if the model is just moving to another owner."""
+        """The length of a pause: `seconds`, or less while the model moves to another owner."""
         return min(seconds, random.uniform(0.1, 1.0) * _LONGEST_SECONDS) if self._moves else seconds  # noqa: S311
 
     def _pause(self) -> bool:
@@ -512,7 +513,7 @@ class Route:
         return False
 
     def _owner(self, error: NotOwner) -> Endpoint | None:
-        """The endpoint of the owner that an error names; None if it names none, or must not be asked."""
+        """The endpoint of the owner that an error names; None without one, or if this client cannot use it."""
         if error.owner is None:
             return None
         try:

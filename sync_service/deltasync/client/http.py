@@ -36,7 +36,7 @@ class HttpRequest:
         timeout_seconds: timeout of the connection, and then of the whole answer.
         method: GET, PUT, POST or DELETE.
         body: sent as JSON; None = no body.
-        patience_seconds: another timeout of the answer, for a request that takes minutes or hours.
+        patience_seconds: longer timeout of the answer, for requests that take minutes or hours; None = the same.
         tls: the TLS context for https://; None = the defaults of this machine.
         server_name: the name in the service's certificate; empty = the host of the URL.
         certificate: whether the context has a client certificate.
@@ -54,7 +54,7 @@ class HttpRequest:
 
 
 def json_answer(request: HttpRequest) -> Any:
-    """Send a request without redirects or a proxy; returns the JSON answer, or None if it is empty.
+    """Send a request without redirects or a proxy; return the JSON answer, or None if it is empty.
 
     Raises:
         NotOwner: another process of the service owns the model.
@@ -242,5 +242,5 @@ def meaning(details: str, *, tls: bool, certificate: bool) -> str:
 
 def _certificate_hint(certificate: bool) -> str:
     if certificate:
-        return "it may refuse this client's certificate: is it from a CA that the service trusts, and not expired?"
+        return "it may refuse this client's certificate: is it still valid, and from a CA that the service trusts?"
     return "it may need a client certificate: set cert and key"

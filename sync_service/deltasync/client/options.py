@@ -40,8 +40,10 @@ class PublisherOptions:
         check_type("PublisherOptions(...)", "continues", self.continues, Position)
         Endpoint.of_grpc(self.service)
         check_name("model", self.model)
+        if self.world_size < 1:
+            raise InvalidInput(f"world_size {self.world_size}: expected 1 or more")
         if not 0 <= self.rank < self.world_size:
-            raise InvalidInput(f"rank {self.rank} of a world of {self.world_size}: ranks count from 0")
+            raise InvalidInput(f"rank {self.rank}: expected 0 to {self.world_size - 1}, below world_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,10 @@ class SubscriberOptions:
             service sends only later changes. Without a usable checkpoint it sends everything.
         max_outstanding_bytes: limit of the bytes in flight to this replica. A target that supports parts receives
             a large first copy in parts of four times this size.
-        guest: whether this replica does not count for its consumer's lag and state. The service forgets a guest
-            when it disconnects.
-        on_readiness: called with each change of `Subscriber.ready`, in a separate thread, one call at a time. Its
-            errors are logged. It is not called in a forked process, which may share files or probes with its
-            parent: read `readiness` there.
+        guest: whether to leave this replica out of its consumer's lag and state. The service forgets a guest when
+            it disconnects.
+        on_readiness: called in one separate thread after each change of `Subscriber.ready`. Its errors are logged.
+            A forked process may share files or probes with its parent, so it gets no calls: read `readiness`.
     """
 
     service: Endpoint | str

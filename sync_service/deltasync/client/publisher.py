@@ -48,8 +48,8 @@ class Part:
         deletes: numbers of the requests in `Publisher.deletes` that this rank has carried out.
         event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
             None = unknown.
-        differing: names of tables that should be equal on all ranks, but are not. This rank publishes its rows.
-        made_unix_ns: end of reading the rows, nanoseconds since 1970; by default, when the part is constructed.
+        differing: tables that should be equal on all ranks, but are not. The part has this rank's rows of them.
+        made_unix_ns: when the rank had read all rows, nanoseconds since 1970; by default, when it makes the part.
 
     Raises:
         InvalidInput: the event time is not a positive whole number.
@@ -173,7 +173,8 @@ class Publisher:
         done: Future[Position] = Future()
         self._busy = True
         if stream := self._stream:
-            stream.begin(part)  # In this thread: while training uses the interpreter, the other one wakes up late.
+            # Send from this thread, because the publisher's thread wakes up late while training holds the GIL.
+            stream.begin(part)
         self._parts.put((part, done))
         return done
 
@@ -217,7 +218,7 @@ class Publisher:
         ):
             kind = getattr(rows.ids, "dtype", type(rows.ids).__name__)
             raise InvalidInput(
-                f"table {shard.table.name!r}: ids of type {kind}, expected int64 [n], as RowBatch.of_table makes"
+                f"table {shard.table.name!r}: ids of type {kind}, expected int64 [n]: use RowBatch.of_table"
             )
         if not isinstance(rows.values, np.ndarray):
             kind = type(rows.values).__name__
@@ -369,7 +370,7 @@ class _Stream:
         return self._endpoint.error_of(self._call)
 
     def begin(self, part: Part) -> None:
-        """Start to send the part for the next `send`, if the service has accepted this rank already."""
+        """Start sending the part of the next `send` if the service has already accepted this rank."""
         if self._opened:
             self._begun = part
             self._parts.put(part)
@@ -378,7 +379,7 @@ class _Stream:
         """Wait until the service accepts this rank.
 
         Returns:
-            The answer, and the row ids in it by the index of their table; None if this is not the first call.
+            The answer, and its row ids by index of their table; None if this is not the first call.
 
         Raises:
             DeltasyncError: the service has refused this rank, or has not answered.

@@ -60,7 +60,7 @@ class Readiness:
         self._learn(lambda evidence: replace(evidence, limit_ns=int(seconds * 1e9) or None))
 
     def lacks(self, why: str) -> None:
-        """Record why the replica cannot prove newer rows."""
+        """Record why the replica cannot prove that its rows are recent."""
         self._learn(lambda evidence: replace(evidence, lacking=why))
 
     def holds(self, newest: int | None, *, reset: bool = False) -> None:
@@ -110,10 +110,10 @@ class Readiness:
     def _next(self) -> tuple[list[Decision], bool]:
         """Wait for changes to report. Returns them, and whether they are the last."""
         with self._changed:
-            seconds = self._seconds_left()  # Before `_note`, which may find that the limit has expired.
+            seconds = self._seconds_left()  # Before `_note`, because the limit may expire in between.
             self._note()
             if not self._closed and not self._untold:
-                self._changed.wait(seconds)  # Only once: new evidence may bring the end of the limit forward.
+                self._changed.wait(seconds)  # Only once, because new evidence may shorten the wait.
                 self._note()
             decisions = list(self._untold)
             self._untold.clear()
@@ -139,13 +139,13 @@ class Readiness:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A replica's knowledge of the age of its rows. Times are its own, by `steady_ns`.
+    """What a replica knows about the age of its rows. All times are its own, by `steady_ns`.
 
     Attributes:
         started_ns: when its subscriber was constructed.
         newest_ns: a time at which its rows were the newest; None = not known yet.
         limit_ns: how long ago that may be; None = any time since `started_ns`.
-        lacking: why it cannot prove newer rows; empty if nothing prevents that.
+        lacking: why `newest_ns` cannot advance; empty if it can.
         wrong: tables whose rows differ from the service's.
         ended: why its subscriber has stopped; empty if it has not.
     """
@@ -169,7 +169,7 @@ class Evidence:
 
 
 def decide(evidence: Evidence, now_ns: int) -> Decision:
-    """Decide whether a replica is ready at a time."""
+    """Decide whether a replica is ready at `now_ns`."""
     if evidence.ended:
         return Decision(False, evidence.ended)
     if evidence.wrong:

@@ -67,7 +67,7 @@ def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_se
     Keeps 9 bytes per row in memory.
 
     Args:
-        service: the gRPC endpoint, with the role of a subscriber.
+        service: the gRPC endpoint, with credentials of role subscribe.
         consumer: the name of the consumer.
         copy: the copy.
         timeout_seconds: timeout of each of the two subscriptions.
@@ -81,7 +81,7 @@ def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_se
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"), guest=True)
     head = _follow(options, now, Position(), timeout_seconds)
     if not copy.made_of and now.history != head.history:
-        raise Contradiction(f"consumer {consumer!r} has a policy: name a consumer without one")
+        raise Contradiction(f"consumer {consumer!r} has a policy, so rows may differ: use a consumer without one")
     left_out = copy.position.number > 0
     if left_out:
         _follow(replace(options, held=copy.position), since, head, timeout_seconds)
@@ -110,7 +110,7 @@ def stored_checkpoint(url: str, consumer: str) -> StoredCopy:
 
 
 def _follow(options: SubscriberOptions, seen: "_Seen", least: Position, timeout_seconds: float) -> Position:
-    """Subscribe until `seen` has the current rows, at `least` or later; returns their position."""
+    """Subscribe until `seen` has the current rows, at `least` or later; return their position."""
     with Subscriber(options, seen) as subscriber:
         subscriber.wait_until_ready(timeout_seconds)
         if least.number:
@@ -157,7 +157,7 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
 
 
 class _Seen:
-    """A target that keeps the digest of each row, and which rows it received.
+    """A target that keeps only the digest of each row and a mask of received rows.
 
     Attributes:
         takes_parts: see `GradualTarget`.
@@ -195,7 +195,7 @@ class _Seen:
         return self._digests[table.name]
 
     def came(self, table: TableSpec) -> Mask:
-        """Which rows of a table were received."""
+        """A mask of the received rows of a table."""
         return _grown(self._came.get(table.name, _NO_MASK), table.rows)
 
 

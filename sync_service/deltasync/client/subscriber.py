@@ -238,7 +238,7 @@ class Subscriber:
                 error = self._route.endpoint.error_of(failure)
                 if self._stops(error, failure) and not self._closing.is_set():
                     raise error from failure
-            except ServiceUnavailable as unusable:  # A file of the endpoint, or the received data.
+            except ServiceUnavailable as unusable:  # The endpoint's files or the received data are unusable.
                 error = unusable
             else:
                 error = ServiceUnavailable("the service ended the stream")
@@ -284,7 +284,7 @@ class Subscriber:
             try:
                 self._take(self._call, requests)
             except Exception as error:
-                # The service knows about an RpcError. After a ServiceUnavailable this replica reconnects.
+                # The service knows about an RpcError. After ServiceUnavailable, this replica reconnects.
                 if not isinstance(error, grpc.RpcError | ServiceUnavailable):
                     say_why(requests, self._call, error, _GOODBYE_SECONDS)
                 raise
@@ -347,7 +347,7 @@ class Subscriber:
             self._apply(assembler, received.end, requests)
         elif due:
             return_credit(requests, assembler.received_bytes)
-        if part:  # Nobody can read parts of a first copy yet. If the stream breaks, the next one starts again.
+        if part:  # No reader sees a partial first copy. If the stream breaks, the next one starts it over.
             if not part.continues:
                 logger.info("writing a first copy as it arrives; the target cannot be read until it is complete")
             written = self._target.apply(part)
@@ -446,12 +446,12 @@ class Subscriber:
         wrong = assembler.wrong(checksums)
         self._readiness.differs(wrong)
         if wrong:
-            text = "replica %s holds other rows than it was sent in %s; the service sends them again"
+            text = "replica %s has rows that differ from those sent in %s; the service sends them again"
             logger.error(text, self._options.replica, listed(wrong))
         return bool(wrong)
 
     def _show(self, assembler: ReleaseAssembler, message: _Moment, *, reset: bool = False) -> None:
-        """Record until when the version of a message, which the target has, was the newest."""
+        """Record when the target's version was last the newest, according to a message about it."""
         unbound = list[str]()
         if isinstance(self._target, PartialTarget):
             bound = self._target.bound()
@@ -478,7 +478,7 @@ class Subscriber:
 
 @contextmanager
 def _arriving() -> Iterator[None]:
-    """Treat unreadable data as damage of the stream, so that the replica reconnects."""
+    """Turn errors of received data into ServiceUnavailable, after which the replica reconnects."""
     try:
         yield
     except MemoryError:

@@ -24,14 +24,14 @@ Tensors: TypeAlias = Mapping[str, Callable[[], torch.Tensor]]
 
 
 def checkpoint_copy(path: Path) -> StoredCopy:
-    """The tables of a checkpoint as a copy to compare, which reads one table at a time.
+    """The tables of a checkpoint, for `compare`. The copy reads one table at a time.
 
-    Their version comes from the state of `DeltaSync`, in `sync-*.pt` beside the weights. Only use checkpoints that
+    The version comes from the state of `DeltaSync`, in `sync-*.pt` beside the weights. Only use checkpoints that
     you trust, because the metadata of a folder is pickled.
 
     Args:
-        path: a folder of `torch.distributed.checkpoint`, or a folder with several of them in `step-*`, which means
-            the newest one, or a file of `torch.save` with weights by name.
+        path: a folder of `torch.distributed.checkpoint`; a folder with several of these in `step-*`, to use the
+            newest; or a file of `torch.save` with weights by name.
 
     Raises:
         InvalidInput: the path is none of these, or cannot be read.

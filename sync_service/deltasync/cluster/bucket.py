@@ -24,13 +24,14 @@ class Changed(DeltasyncError):
 
 
 class Bucket(Protocol):
-    """A store of a few thousand small entries. It may be lost or restored from an old copy; the log decides.
+    """A store of a few thousand small entries.
 
-    Used in the event loop. All methods raise `ServiceUnavailable` if brokers do not answer in time.
+    It may be lost or restored from an old copy, because the log decides. Used in the event loop. All methods raise
+    `ServiceUnavailable` if brokers do not answer in time.
     """
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key whose revision is `revision`, 0 if it was never written; return the new revision.
+        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision.
 
         Raises:
             Changed: the key has another revision.
@@ -154,10 +155,10 @@ def _made(kind: type[T], fields: Any) -> T:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """The knowledge of a process at one moment.
+    """The state of the cluster at one moment, as far as a process knows it.
 
     Attributes:
-        me: its name.
+        me: the name of this process.
         confirmed: whether brokers confirmed its lease in time.
         members: the processes that are alive, by name.
         claims: the latest claim of each model that this process has seen.
@@ -199,8 +200,9 @@ class _LastWord:
 
 
 class BucketCopy:
-    """A copy of the bucket and its earlier entries, which stay if the bucket is lost or restored from an old copy.
-    Used in the event loop.
+    """A copy of the bucket. Used in the event loop.
+
+    It keeps the latest claims and process entries even if the bucket is lost or restored from an old copy.
     """
 
     def __init__(self, lease_ns: int) -> None:
@@ -217,7 +219,7 @@ class BucketCopy:
 
     @property
     def next_epoch(self) -> int:
-        """A later epoch than that of all claims so far."""
+        """An epoch later than those of all claims so far."""
         return self._epoch + 1
 
     def revision(self, key: str) -> int:

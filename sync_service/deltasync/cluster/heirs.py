@@ -10,8 +10,9 @@ from deltasync.cluster.member import Member
 
 
 def ranked(model: str, names: Iterable[str]) -> list[str]:
-    """The order of processes for a model, by rendezvous hashing: each model has its own order, and the loss of a
-    process changes the first one only for its own models.
+    """The order of processes for a model, by rendezvous hashing.
+
+    Each model has its own order. The loss of a process gives only its own models another first process.
     """
     return sorted(names, key=lambda name: (_weight(model, name), name), reverse=True)
 
@@ -32,14 +33,14 @@ def next_after(model: str, name: str, members: Collection[Member]) -> str:
 
 
 def next_heir(model: str, state: ClusterState, to: str = "") -> str:
-    """The other process that should take over a model: `to` if it is given; empty without another.
+    """The other process that should take over a model: `to` if given; empty without another.
 
     Raises:
         NotFound: no process `to` is alive, or it is draining.
     """
     others = {each.name: each for each in state.members.values() if not each.draining and each.name != state.me}
     if to and to not in others:
-        raise NotFound(f"no process {to!r} that could take over a model", detail=f"; processes: {sorted(others)}")
+        raise NotFound(f"no process {to!r} can take over a model", detail=f"; processes: {sorted(others)}")
     heir = heir_of(model, others.values(), to)
     return heir.name if heir else ""
 
@@ -164,6 +165,6 @@ def _is_left_over(state: ClusterState, model: str) -> bool:
 
 
 def _is_forgotten(state: ClusterState, model: str) -> bool:
-    """Whether the bucket has lost a claim, so that its restarted owner may not know about it."""
+    """Whether the bucket has lost a claim, which its restarted owner may then not know."""
     claim = state.claims.get(model)
     return claim is not None and claim.counts_before(state.stored.get(model))

@@ -27,9 +27,10 @@ _START_TRIES = 8
 
 
 class Ledger:
-    """Reads and writes the bucket. A write names the revision in the local copy, so that it never replaces an
-    unseen entry. Used in the event loop.
+    """Reads and writes the bucket. Used in the event loop.
 
+    A write names the revision in the local copy, and therefore never replaces an entry that this process has not
+    seen.
     Writing raises `Changed` if the copy is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
 
     Attributes:
@@ -153,7 +154,7 @@ class ConsumerNames:
             if await self._wrote(name, model):
                 self._reserved[name] = model
                 return
-        raise ServiceUnavailable(f"consumer {name!r}: its name is being written by other processes; try again")
+        raise ServiceUnavailable(f"consumer {name!r}: other processes are writing its name; try again")
 
     async def forget(self, name: str) -> None:
         """Free a name. Idempotent.
@@ -165,15 +166,16 @@ class ConsumerNames:
         for _ in range(_TRIES):
             if await self._wrote(name, ""):
                 return
-        raise ServiceUnavailable(f"consumer {name!r}: its name is being written by other processes; try again")
+        raise ServiceUnavailable(f"consumer {name!r}: other processes are writing its name; try again")
 
     def drop(self, model: str) -> None:
         """Drop the names of a model before a takeover, which reserves them again."""
         self._reserved = {name: of for name, of in self._reserved.items() if of != model}
 
     def unwritten(self, owned: set[str]) -> dict[str, str]:
-        """The model of each name that is missing or wrong in the bucket, for models owned here; empty for a
-        deleted consumer.
+        """The model of each name that is missing or wrong in the bucket; empty for a deleted consumer.
+
+        Only names of consumers whose models this process owns.
         """
         stored = self._copy.stored_consumers
         unwritten = {
@@ -200,8 +202,8 @@ class ConsumerNames:
 class Heartbeat:
     """Renews the lease of this process, and checks that brokers confirm it. Used in the event loop.
 
-    The bucket has to report each heartbeat as a change. If it does not, its changes have stopped, or the bucket
-    was lost or restored from an old copy: then read it again.
+    The bucket has to report each heartbeat as a change. Otherwise its changes have stopped, or it was lost or
+    restored from an old copy, and this process reads it again.
     """
 
     def __init__(
@@ -288,7 +290,9 @@ class Heartbeat:
         me, other = self.me, self._copy.member(self.me.name)
         if other and other.run != me.run and (other.started, other.run) > (me.started, me.run):
             self._superseded = True
-            raise Contradiction(f"another process was started as {me.name!r}, at {other.grpc}: names must differ")
+            raise Contradiction(
+                f"another process was started as {me.name!r}, at {other.grpc}: use different names"
+            )
 
     def _report(self, error: Exception | None) -> None:
         confirmed = self.confirmed

@@ -52,8 +52,9 @@ class Claim:
         return self.owner.process if self.owner else ""
 
     def counts_before(self, other: "Claim | None") -> bool:
-        """Whether it is later than `other`, or there is no other. After a loss of the bucket, two claims may have
-        the same epoch; all processes then choose the same one.
+        """Whether this claim takes precedence over `other`, because it is later or there is no other.
+
+        After a loss of the bucket, two claims may have the same epoch; all processes then choose the same one.
         """
         return other is None or (self.epoch, self.process) > (other.epoch, other.process)
 

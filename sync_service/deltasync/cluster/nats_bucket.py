@@ -41,7 +41,7 @@ class NatsBucket:
         self._following: asyncio.Task[None] | None = None
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key whose revision is `revision`, 0 if it was never written; return the new revision.
+        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision.
 
         Raises:
             Changed: the key has another revision, or the bucket is missing.

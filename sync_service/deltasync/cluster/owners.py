@@ -44,7 +44,7 @@ class Owners(Protocol):
         """The processes whose lease expired without a goodbye, by name."""
 
     async def claim(self, model: str) -> Owner:
-        """Own a model if this process has it or is its heir. Its log is open here when this returns.
+        """Own a model if this process already does or is its heir. Its log is open here when this returns.
 
         Raises:
             NotOwner: another process owns it or is its heir, or this one cannot take it over now.
@@ -107,7 +107,7 @@ class Host(Protocol):
         """Remove the log of a model that was deleted, or was never published."""
 
     async def save(self, model: str) -> None:
-        """Write a checkpoint, which leaves the next owner little of the log to read. May fail."""
+        """Write a checkpoint, to shorten the log that the next owner has to read. May fail."""
 
     async def models_with_log(self) -> Collection[str]:
         """The names of all models that have a log, in any process.

@@ -103,7 +103,7 @@ class SharedOwners:
         return [each for each in self._copy.silent(self._clock_ns()) if each.name != self.me.name]
 
     async def claim(self, model: str) -> Owner:
-        """Own a model if this process has it or is its heir. Its log is open here when this returns.
+        """Own a model if this process already does or is its heir. Its log is open here when this returns.
 
         Raises:
             NotOwner: another process owns it or is its heir, or this one cannot take it over now.

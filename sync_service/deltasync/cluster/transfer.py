@@ -27,7 +27,7 @@ class Transfer:
         host: opens and closes the models.
         events: receives events.
         beat: the heartbeat of this process.
-        state: returns the present knowledge of this process.
+        state: returns the current state of the cluster, as far as this process knows it.
         options: number of models to take over concurrently.
     """
 
@@ -118,7 +118,7 @@ class Transfer:
             tenure.stage = Stage.TAKING
             try:
                 await self._host.take(model, owner)
-            except Exception as error:  # Release it on any error, so that others need not wait.
+            except Exception as error:  # Release it on any error, as others would otherwise wait.
                 await self._fail(model, error)
                 raise NotOwner(f"process {owner.process} cannot take over model {model!r}: {error}") from error
             tenure.stage = Stage.OPEN
@@ -147,7 +147,7 @@ class Transfer:
 
     async def _fail(self, model: str, error: Exception) -> None:
         self._tenures.wait(model)
-        self._events.emit(EventKind.MODEL_NOT_TAKEN, "its takeover failed and is tried again", error, model=model)
+        self._events.emit(EventKind.MODEL_NOT_TAKEN, "its takeover failed and will be retried", error, model=model)
         heir = next_after(model, self._beat.me.name, self._state().members.values())
         await self._close(model, "its takeover failed")
         await self._write_release(model, heir)

@@ -85,8 +85,9 @@ class ReplicaVerification:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A replica connected with rows of a discarded history at position `held`. The service has been replacing them
-    since `since_ns`, by `steady_ns`.
+    """A replica connected with rows of a discarded history at position `held`.
+
+    The service has been replacing them since `since_ns`, by `steady_ns`.
     """
 
     held: Position

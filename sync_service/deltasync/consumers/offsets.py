@@ -25,8 +25,8 @@ _PAUSES, _LONGEST_PAUSE_SECONDS = 9, 1.0
 class OffsetLog:
     """Writes the changed offsets of replicas in batches. Used in the event loop.
 
-    At most one record of a replica is pending, and writing takes a tenth of the log's time, at any rate of
-    acknowledgements. A crash loses only the newest offsets: a replica that reconnects gets the rows after its
+    At any rate of acknowledgements, at most one record of a replica is pending, and writing takes at most a tenth
+    of the log's time. A crash loses only the newest offsets: a replica that reconnects gets the rows after its
     recorded offset, or reports a newer one.
     """
 
@@ -112,7 +112,7 @@ class OffsetLog:
 
 
 def pause_after(seconds: float) -> float:
-    """Seconds to wait after a write that took `seconds`, so that writing takes at most a tenth of the time."""
+    """Seconds to wait after a write that took `seconds`, which limits writing to a tenth of the time."""
     return min(_PAUSES * seconds, _LONGEST_PAUSE_SECONDS)
 
 

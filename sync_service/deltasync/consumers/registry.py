@@ -82,8 +82,9 @@ class ConsumerRegistry:
             consumer.signal.wake()
 
     def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
-        """Remove the consumers of a model that another process takes over, and end their streams. Write their
-        offsets if `written`.
+        """Remove the consumers of a model that another process takes over, and end their streams.
+
+        Write their offsets if `written`.
         """
         self.end_streams(model)
         for consumer in self.of_model(model):
@@ -126,7 +127,7 @@ class ConsumerRegistry:
             if existing and existing.model != model:
                 raise Contradiction(
                     f"consumer {name!r} exists for model {existing.model!r}: delete it first, or use another name "
-                    f"for that of {model!r}"
+                    f"for the consumer of model {model!r}"
                 )
             if existing and existing.policy != policy:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
@@ -301,9 +302,11 @@ class ConsumerRegistry:
         forget: bool = False,
         expected: bool = False,
     ) -> None:
-        """Record that a stream of a replica ended, and why. Forget the replica if it will not return (`forget`),
-        if it is a guest, or if it never had a version and is not `expected` to return after the service ended
-        the stream. Otherwise clients could fill the consumer with unused names.
+        """Record that a stream of a replica ended, and why.
+
+        Forget a replica that will not return (`forget`), and a guest. Also forget one that never had a version,
+        unless it is `expected` to return because the service ended the stream: otherwise clients could fill the
+        consumer with unused names.
         """
         if replica.stream is not stream:
             return
@@ -395,8 +398,9 @@ class ConsumerRegistry:
 
 
 def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
-    """The number of a position in `history`; 0 if it belongs to another or a discarded history. `seal_of` returns
-    the seal of a number, 0 if it has none.
+    """The number of a position in `history`; 0 if it belongs to another or a discarded history.
+
+    `seal_of` returns the seal of a number, or 0 if the number has none.
     """
     if position.history != history:
         return 0
@@ -413,7 +417,7 @@ def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable
 def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
     """Names of replicas that were away for longer than the retention. The last replica of a consumer is kept.
 
-    `now_ns` is by `steady_ns`, so that a change of the clock has no effect.
+    `now_ns` is by `steady_ns`, which a change of the clock does not affect.
     """
     present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
     away = [replica for replica in replicas if replica.stream is None]

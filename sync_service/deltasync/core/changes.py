@@ -21,7 +21,7 @@ _COLUMN, _AGES = np.array(GROUP_SHIFTS)[:, None], np.arange(GROUPS)
 
 @dataclass(frozen=True, eq=False)
 class ChangeCounts:
-    """Counts of rows by stamp: exact for the newest 64 numbers, in ever larger groups before.
+    """Counts of rows by stamp: exact for the newest 64 numbers, in ever larger groups for older ones.
 
     Deleted rows, whose stamps are negative, count like others. It takes 1.5 kB, whatever it counts. It is
     immutable, so any thread may read it.

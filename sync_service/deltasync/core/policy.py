@@ -247,21 +247,23 @@ class Policy:
         0.0, Seconds(zero=True), "Shortest time between two releases.", "--min-interval"
     )
     max_bytes: int | None = declared(
-        None, Bytes(), "Maximum size of a release's ids and values; one row always goes out. Default: no limit."
+        None,
+        Bytes(),
+        "Maximum size of a release's ids and values; at least one row is always sent. Default: no limit.",
     )
     value_type: ValueType = declared(
         ValueType.FP32,
         OneOf(ValueType),
-        "Type in which embedding rows are sent. Rows that it would not make smaller keep their own type, except "
-        "with the types for FBGEMM's table-batched embeddings (`-tbe`), which always apply.",
+        "Type in which embedding rows are sent. Rows that would not shrink keep their own type. The `-tbe` types "
+        "(FBGEMM's table-batched embeddings) always apply.",
         "--value-type",
         "--dtype",
     )
     ready_within_seconds: float | None = declared(
         None,
         Seconds(least=1.0),
-        "A replica is ready while its rows were the newest at most this long ago. Default: a replica that has "
-        "caught up once stays ready.",
+        "How long a replica stays ready after its rows were last known to be the newest. Default: a replica that "
+        "has caught up once stays ready.",
         "--ready-within",
     )
 

@@ -48,7 +48,7 @@ def resume(
         history: the history of the feed.
         head: the newest number in it.
         seal: the checksum of the seal of `held.number` in it; 0 if unknown.
-        unit: the name of what its numbers count.
+        unit: what its numbers count: `version` or `release`.
         acknowledged: the replica's offset, which belongs to this past like everything in the log.
     """
     if held.number == 0:

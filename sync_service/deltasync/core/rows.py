@@ -189,7 +189,8 @@ class RowBatch:
             raise InvalidInput(f"table {name!r}: row id {bad} is outside this rank's rows {first} to {last - 1}")
         if self.deleted and not shard.table.kind.ranked:
             raise InvalidInput(
-                f"table {name!r} is of kind {shard.table.kind.value!r}: only embeddings are deleted"
+                f"table {name!r} is of kind {shard.table.kind.value!r}: only rows of embedding "
+                "tables can be deleted"
             )
         if shard.table.kind.trained and not self.deleted:
             self._check_finite()

@@ -39,7 +39,7 @@ class Seal:
     checksum: int = 0
 
     def after(self, before: "Seal | None") -> "Seal":
-        """This seal with the checksum that follows another one; None for the first cut."""
+        """Return this seal with the checksum that chains it to the seal `before`; None for the first cut."""
         chained = before.checksum if before else 0
         text = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
         return replace(self, checksum=_checksum(text))

@@ -94,7 +94,8 @@ class TableMemory:
             if self._folder
             else "give the service more memory, or place tables in files of a folder (--table-memory DIR)"
         )
-        raise NoTableMemory(f"no room for {what}: it takes {nbytes} bytes, and {free} are free {where}: {remedy}")
+        needed = f"it takes {nbytes} bytes, and {free} bytes {where} are free"
+        raise NoTableMemory(f"no room for {what}: {needed}: {remedy}")
 
     def _was_left(self, nbytes: int) -> bool:
         """Whether the last check of the system, if recent, left room for `nbytes`."""

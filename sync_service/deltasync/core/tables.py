@@ -15,7 +15,7 @@ from deltasync.base.errors import InvalidInput
 ID_TYPE = np.dtype("<i8")
 DIGEST_TYPE = np.dtype("<u8")
 VALUE_TYPES: tuple[np.dtype[np.generic], ...] = (np.dtype("<f4"), np.dtype("<f2"))
-# Types of tables that are not looked up by id too: parameters, buffers, maps.
+# Types of the other tables, which are not looked up by id: parameters, buffers and maps.
 STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", "<i2", "u1", "?")))
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
@@ -137,7 +137,10 @@ class TableSpec:
     def _check_map(self) -> None:
         columns = {TableKind.ID_MAP: 1, TableKind.ID_RANGES: 3}.get(self.kind)
         if (columns is None) != (not self.of):
-            raise InvalidInput(f"table {self.name!r}, of kind {self.kind.value!r}, names {self.of!r} as its table")
+            raise InvalidInput(
+                f"table {self.name!r} of kind {self.kind.value!r} belongs to table {self.of!r}: id maps and id "
+                "ranges belong to a table, other kinds do not"
+            )
         if columns and (self.dim, self.dtype) != (columns, np.dtype("<i8")):
             raise InvalidInput(
                 f"table {self.name!r}, of kind {self.kind.value!r}, has {self.dim} values of {self.dtype} in a "

@@ -71,7 +71,10 @@ def width(dim: int, bits: int) -> int:
 
 
 def of_tbe(rows: Bytes) -> Bytes:
-    """Convert rows [n, width] from a TBE to the form in which they are sent, in place."""
+    """Convert rows [n, width] from a TBE to the form in which they are sent, in place.
+
+    A TBE has scale 1 in a row of zeros. As sent, all bytes of that row are zero, like those of a deleted row.
+    """
     like_zero = np.flatnonzero(_scale_bits(rows) == _ONE_BITS)
     others = rows[like_zero, :-SCALE_AND_BIAS_BYTES].any(axis=1) | rows[like_zero, -2:].any(axis=1)
     _scale_bits(rows)[like_zero[~others]] = 0

@@ -63,8 +63,8 @@ class VerifiedTable:
             verb = "differs" if self.differing == 1 else "differ"
             return f"{counted(self.differing, 'row')} {verb}{some} {ranges(self.ids)}"
         return {
-            VerifiedStatus.NOT_HELD: "it is not held",
-            VerifiedStatus.NOT_SHOWN: "its rows cannot be read back",
+            VerifiedStatus.NOT_HELD: "the copy does not have this table",
+            VerifiedStatus.NOT_SHOWN: "the copy's rows cannot be read back",
         }.get(self.status, "")
 
 

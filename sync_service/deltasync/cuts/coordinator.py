@@ -24,7 +24,7 @@ from deltasync.cuts.sealing import AnnouncedTables, CutSealer
 from deltasync.log.log_store import LogFull
 
 _MIB = 1 << 20
-# A cut does not fit if the full log refuses it this often, each time after checkpoints freed space.
+# A cut does not fit if the full log refuses it this number of times, each time after checkpoints freed space.
 MOST_TRIES = 3
 # A cut is abandoned after all ranks of its run have been away for this long.
 _FORSAKEN_SECONDS = 60.0
@@ -125,7 +125,9 @@ class CutCoordinator:
             self.abandon("all ranks of its run have left")
 
     def check_room(self, current: "OpenCut", full: LogFull | None = None) -> None:
-        """Check that the log can ever store a cut as far as it has arrived; `full` is the error if it cannot now.
+        """Check that the log can store the rows of a cut that have arrived, now or once checkpoints free space.
+
+        `full` is the error if it cannot now.
 
         Raises:
             Contradiction: it never can. The cut is abandoned, and a retry is useless.
@@ -157,7 +159,8 @@ class CutCoordinator:
         if not all(session.takes_deletes for session in here):
             return f"the trainer of run {self.run.id} does not support deletes: update it"
         if not any(table.name == request.table and table.kind.ranked for table in here[0].tables):
-            return f"run {self.run.id} publishes no embedding table of that name; the next such run deletes them"
+            text = f"run {self.run.id} publishes no embedding table of that name"
+            return f"{text}; the next run with one deletes them"
         return f"run {self.run.id} deletes them with one of its next cuts"
 
     @property

@@ -132,7 +132,7 @@ class RankPart:
         last = self.last_ids.get(column, -1)
         if ids[0] <= last:
             raise InvalidInput(
-                f"table {name!r}: row id {int(ids[0])} came after {last}; ids must be strictly ascending inside a "
+                f"table {name!r}: row id {int(ids[0])} came after {last}; ids must be strictly ascending within a "
                 "part"
             )
         self.last_ids[column] = int(ids[-1])
@@ -170,8 +170,8 @@ def _check_missing(part: RankPart) -> None:
         return
     for slot, count in part.missing.counts.items():
         raise ResyncRequired(
-            f"rank {part.rank} left out rows of table {part.shards[slot].table.name!r} that were published after "
-            f"version {part.missing.since}, {count} of them: publish every row first"
+            f"rank {part.rank} left out {counted(count, 'row')} of table {part.shards[slot].table.name!r} "
+            f"published after version {part.missing.since}: publish every row first"
         )
 
 
@@ -244,8 +244,8 @@ class Cut:
 
         Raises:
             InvalidInput: the number of rows is wrong, or a full part lacks rows of a table that must be complete.
-            ResyncRequired: the part lacks rows: of all rows if it must be full, of rows that were never published,
-                or of rows that were published after the version that the rank continues.
+            ResyncRequired: the part must be full but is not; or it lacks rows that were never published, or that
+                were published after the version that the rank continues.
         """
         if rows != part.rows:
             raise InvalidInput(

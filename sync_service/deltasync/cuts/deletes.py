@@ -1,4 +1,4 @@
-"""Deletes of rows that operators asked for, until a sealed cut carries them."""
+"""Requests of operators to delete rows, until a sealed cut carries the deletes."""
 
 import asyncio
 import time
@@ -16,12 +16,12 @@ from deltasync.core.tables import ID_TYPE, TableSpec
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
-# Most ids of a model's finished deletes to keep in memory.
+# Maximum number of ids of a model's finished deletes in memory.
 _MOST_IDS = 1_000_000
-# Most ids of one request, and of all pending requests of a model, which stay in memory.
+# Maximum number of ids in one request, and in all pending requests of a model, which stay in memory.
 MOST_IDS = 100_000
 _MOST_PENDING_IDS = 1_000_000
-# Most ids that a rank gets at once; the others follow when these are deleted.
+# Maximum number of ids that a rank gets at once; the others follow once these are deleted.
 _HANDED_IDS = 131_072
 
 
@@ -72,7 +72,7 @@ class PendingDeletes:
         if _find(self._model, table, tables()) != spec:
             raise Contradiction(f"model {self._model!r}: table {table!r} has just changed; try again")
         self._check_room(len(rows))
-        return await self._ask(table, rows, f"{are(len(rows), 'row')} to be deleted", by)
+        return await self._ask(table, rows, f"{counted(len(rows), 'row')} will be deleted", by)
 
     async def ask_again(self, done: DeleteRequest, rows: Ids, version: int, by: str) -> None:
         """Replace a finished request by a new one for `rows`, because a run continues from `version`, before the
@@ -83,8 +83,8 @@ class PendingDeletes:
         """
         with self.done.replaced(done.number):
             if len(rows):
-                rows_are = f"{are(len(rows), 'row')} to be deleted again"
-                text = f"{rows_are}: a run continues from version {version}, which has them"
+                rows_will = f"{counted(len(rows), 'row')} will be deleted again"
+                text = f"{rows_will}: a run continues from version {version}, which has them"
                 await self._ask(done.table, rows, text, by)
 
     async def _ask(self, table: str, rows: Ids, text: str, by: str) -> DeleteRequest:
@@ -145,8 +145,8 @@ class PendingDeletes:
         pending = sum(len(request.ids) for request in self.requests.values())
         if pending + rows > _MOST_PENDING_IDS:
             raise Contradiction(
-                f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, and {rows} more exceed "
-                f"the limit of {_MOST_PENDING_IDS}: wait until its trainer has published these deletes"
+                f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, and {rows} more would "
+                f"exceed the limit of {_MOST_PENDING_IDS}: wait until its trainer has published these deletes"
             )
 
     def _record_name(self, number: object) -> str:

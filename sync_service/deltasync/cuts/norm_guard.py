@@ -52,7 +52,7 @@ class NormGuard:
         return self.limit is not None and self.limit.quarantine
 
     async def learn(self, model: Model, announced: Iterable[TableSpec]) -> None:
-        """Read the norms of the tables that were never read."""
+        """Read the largest norm of each announced table for which it is unknown."""
         names = {each.name for each in announced if each.kind.trained} - self._largest.keys() if self.limit else ()
         for table in model.tables:
             if table.spec.name in names:
@@ -62,7 +62,7 @@ class NormGuard:
                 self._largest[table.spec.name] = largest
 
     def look(self, rows: RowBatch) -> RowNorms:
-        """Check the norms of rows that arrived, those of a column-wise shard over its own columns."""
+        """Check the norms of rows that arrived. A column-wise shard counts only its own columns."""
         table = rows.shard.table
         if self.limit is None or rows.deleted or not table.kind.trained:
             return RowNorms()

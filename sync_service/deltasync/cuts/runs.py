@@ -8,7 +8,7 @@ from deltasync.base.words import counted, utc
 from deltasync.core.position import Position, first_run_id
 from deltasync.core.seal import Seal
 
-# The largest difference between the clocks of two machines.
+# Maximum accepted difference between the clocks of two machines.
 MAX_AHEAD_NS = 300 * 10**9
 # A run that is older by the machines' clocks may follow once all ranks of the current run are gone for this long.
 # Live ranks reconnect sooner.
@@ -82,7 +82,7 @@ def may_publish(
         if run.world_size != current.world_size:
             return Admission(
                 False,
-                f"run {run.id} has {counted(current.world_size, 'rank')}, this rank says {run.world_size}: "
+                f"run {run.id} has {counted(current.world_size, 'rank')}, this rank reports {run.world_size}: "
                 "use another id for a run of another size",
             )
         return Admission(True, f"run {run.id} is publishing")
@@ -96,7 +96,7 @@ def may_publish(
     if _was_there(run, current, earlier):
         was = "published" if later else "began"  # By the clocks of their machines.
         return Admission(
-            False, f"run {run.id} {was} before run {current.id}, which has taken over: stop it {both}"
+            False, f"run {run.id} {was} before run {current.id}, which has taken over: stop run {run.id} {both}"
         )
     if later or _ahead(current, now_unix_ns):
         return Admission(True, f"run {run.id} takes over from run {current.id} {both}")
@@ -114,14 +114,14 @@ def _was_there(run: Run, current: Run, earlier: Collection[str]) -> bool:
 def _follow_gone(run: Run, current: Run, gone_seconds: float | None, both: str) -> Admission:
     """Whether a run may follow one that began later by the clocks of their machines."""
     if gone_seconds is None:
-        text = f"run {run.id} began before run {current.id}, which has taken over: stop it"
+        text = f"run {run.id} began before run {current.id}, which has taken over: stop run {run.id}"
         return Admission(False, f"{text}; if it began later, synchronise the clocks of their machines {both}")
     if gone_seconds < GONE_SECONDS:
         text = f"run {run.id} may follow run {current.id}, which began later by the clocks of their machines, once"
         gone = f"its ranks have been gone for {GONE_SECONDS:.0f} s, so far {gone_seconds:.0f} s"
         return Admission(False, f"{text} {gone} {both}", later=True)
     text = f"run {run.id} follows run {current.id}, whose ranks have been gone for {gone_seconds:.0f} s"
-    return Admission(True, f"{text}, although that began later by the clocks of their machines {both}")
+    return Admission(True, f"{text}, although it began earlier by the clocks of their machines {both}")
 
 
 def _ahead(run: Run, now_unix_ns: int) -> bool:
@@ -147,7 +147,7 @@ def continues(
     comparable = bool(claim.seal and seal)  # Equal seals prove an equal past, even under another name.
     if comparable and claim.seal != seal:
         return Continuation(
-            False, f"the run holds version {claim.number} of a past that this history does not have"
+            False, f"the run holds version {claim.number}, which differs from that version of this history"
         )
     if claim.history and claim.history != history and not comparable:
         return Continuation(False, f"the run holds history {claim.history}, the service history {history}")

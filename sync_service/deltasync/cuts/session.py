@@ -56,7 +56,7 @@ def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
 
 
 def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Opening:
-    """Check the opening message of a stream of a client with the identity `by`. Any thread.
+    """Check the opening message of a stream from a client with identity `by`. Any thread may call it.
 
     Raises:
         InvalidInput: a field of the message is invalid.
@@ -72,7 +72,7 @@ def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:
     if not 1 <= message.world_size <= MAX_WORLD_SIZE:
         raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
     if message.rank >= message.world_size:
-        raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
+        raise InvalidInput(f"rank {message.rank}: expected 0 to {message.world_size - 1}, below world_size")
     if len(message.process) > _LONGEST_PROCESS or not message.process.isprintable():
         raise InvalidInput(f"process: use at most {_LONGEST_PROCESS} printable characters")
     return Run(message.run, message.run_started_unix_ns, message.world_size, message.process, by)
@@ -100,7 +100,7 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
 def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
     """Check that a map belongs to an embedding table with as many rows."""
     if rows is None or not rows.kind.trained:
-        raise InvalidInput(f"table {table.name!r} belongs to {table.of!r}, which is no embedding table of the run")
+        raise InvalidInput(f"table {table.name!r} belongs to {table.of!r}, not an embedding table of the run")
     if rows.rows != table.rows:
         raise InvalidInput(
             f"table {table.name!r} has {counted(table.rows, 'row')}, but {table.of!r}, to which it "
@@ -109,7 +109,7 @@ def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
 
 
 _ROWS_AT_ONCE = 64
-# Most deletes in a close, more than a rank ever gets at once.
+# Maximum number of deletes in a close. A rank never gets more at once.
 _MOST_DELETES = 131_072
 
 
@@ -246,7 +246,7 @@ class PublishSession:
         for number, (slot, columns) in enumerate(received.rows, 1):
             size += columns.size
             if size > MAX_CHUNK_BYTES:
-                what = f"a {'part' if received.end else 'chunk'} of {size} bytes of ids and values, or more"
+                what = f"a {'part' if received.end else 'chunk'} of at least {size} bytes of ids and values"
                 raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
             await self._add(received.step, slot, columns.rows_of(slot, self._shards))
             if number % _ROWS_AT_ONCE == 0:  # Many tables take long: let other streams run.
@@ -416,7 +416,7 @@ class UnwrittenChunks:
                 await asyncio.wrap_future(write)
 
     def take(self) -> tuple[Future[None], ...]:
-        """Remove and return all writes for which the caller will wait."""
+        """Remove and return all writes. The caller must wait for them."""
         writes = tuple(write for write, _ in self._writes)
         self._writes.clear()
         self._bytes = 0

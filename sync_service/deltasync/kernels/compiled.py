@@ -201,8 +201,9 @@ def kernel(
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Decorator: compile a function for these signatures, such as `void(readable(int64, 1))`.
 
-    With `any_order` the compiler chooses the order in which floats are added. With `nogil` other Python threads
-    run meanwhile. The caller may then wait 5 ms for each, so avoid it where others wait for the caller.
+    With `any_order` the compiler chooses the order in which floats are added. With `nogil` the kernel
+    releases the GIL. Taking it back may cost 5 ms for each running thread, so keep it where others wait for the
+    caller.
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:

@@ -83,11 +83,11 @@ def merge(
     marked: Numbers,
     cleaned: Numbers,
 ) -> tuple[int, int, int]:
-    """Merge the comparison of some rows ([m]) into a set of dirty rows ([n]).
+    """Merge the comparison of some rows ([m], `seen`) into a set of dirty rows ([n]).
 
-    The columns `to_...` ([n + m]) receive the new set. Dirty compared rows are in it with their new norms and
-    flags, since `number` unless they were in the set before. Clean compared rows leave it. `marked` and `cleaned`
-    ([m]) receive the stamps (`held_stamps`, [N]) of rows that enter and leave the set.
+    The columns `to_...` ([n + m]) receive the new set. Compared rows that are dirty enter or stay in it with new
+    norms and flags; those that enter are dirty since `number`. Compared rows that are clean leave it. `marked` and
+    `cleaned` ([m]) receive the stamps (`held_stamps`, [N]) of rows that enter and leave the set.
 
     Returns:
         The numbers of rows in the set, of rows that entered, and of rows that left.

@@ -313,8 +313,8 @@ def read_half(encoded, row, at):  # type: ignore[no-untyped-def]
 
 @called
 def lowest_zero(values, row):  # type: ignore[no-untyped-def]
-    """A row's minimum that is zero, with fbgemm's sign. fbgemm searches in lanes, where the last of equal numbers
-    wins, then among the lanes and the remaining columns, where the first one wins."""
+    """The minimum of a row whose minimum is zero, with fbgemm's sign. fbgemm searches in lanes, where the last of
+    equal numbers wins, then among the lanes and the remaining columns, where the first one wins."""
     whole = values.shape[1] // _LANES * _LANES
     lowest = _F32(np.inf)
     for lane in range(_LANES):

@@ -3,7 +3,7 @@
 Open addressing: a slot has a key and its place, `EMPTY` or `ERASED`. The number of slots is a power of two. A
 search goes in steps of 1, 2, 3 and so on, which reach every slot. Some slots are empty, where every search ends.
 
-These kernels keep other Python threads out, because lookups are short and readers wait while keys are changed.
+These kernels keep the GIL, because lookups are short and readers wait while keys are changed.
 """
 
 import numpy as np

@@ -31,7 +31,7 @@ Numbers = NDArray[np.int64]
 _U64 = np.uint64
 _IDS, _WEIGHTS = readable(int64, 1), readable(uint64, 1)
 
-# Words are counted unsigned. Signed numbers are checked for negative values, which prevents vectorising.
+# Loops over words have unsigned indices. Numba checks signed ones for negative values, and cannot vectorise then.
 
 
 @kernel(*(void(readable(word), _IDS, writable(word)) for word in WORDS))
@@ -90,7 +90,7 @@ def gather_checked(
 def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
     """Copy rows [n, w] to the rows `ids` [n] of a table [N, W], beginning at its word `first`.
 
-    It keeps other Python threads out, because readers wait for a release that may take many calls.
+    It keeps the GIL, because readers wait for a release that may take many calls.
     """
     for index in range(ids.shape[0]):
         row = _U64(ids[index])
@@ -110,7 +110,7 @@ def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
 def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests, row_digests: Digests) -> None:
     """Copy rows to the rows `ids` of a table, and compute the digest of each from the table's memory.
 
-    It keeps other Python threads out, like `scatter`.
+    It keeps the GIL, like `scatter`.
 
     Args:
         table: [N, B] bytes.

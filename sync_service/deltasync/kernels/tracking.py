@@ -84,7 +84,7 @@ def mark_looked_up(
         tables: [tables, 5]: its column in `counts`, its first key, the key after its last, its first word of
             marks, its rows.
         marks: marks of all tables, one after the other.
-        counts: [any number, tables], to each row of which the numbers of ids are added.
+        counts: [any number, tables]; the numbers of ids are added to each row.
 
     Returns:
         The number of ids of these tables.
@@ -191,7 +191,7 @@ Words = NDArray[np.unsignedinteger]
 _WRITTEN_IDS = writable(int64, 1)
 _BLOCK_WORDS = 1024
 
-# Words are counted unsigned. Signed numbers are checked for negative values, which prevents vectorising.
+# Loops over words have unsigned indices. Numba checks signed ones for negative values, and cannot vectorise then.
 
 
 @inlined

@@ -1,1 +1,1 @@
-"""What outlives the process: the log. Internal."""
+"""The log, which outlives the process. Internal."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-LOOK_AT_BROKERS = "look at the brokers"
+LOOK_AT_BROKERS = "check the brokers"
 
 
 class Fenced(StorageFailed):
@@ -227,7 +227,7 @@ class BrokerVolume(Volume):
         troubles = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
         if not troubles:
             return ""
-        return f"log of {self._brokers}: {'; '.join(sorted(troubles))}: {LOOK_AT_BROKERS}; writes wait until then"
+        return f"log of {self._brokers}: {'; '.join(sorted(troubles))}: {LOOK_AT_BROKERS}; writes wait meanwhile"
 
     @property
     def free_bytes(self) -> None:

@@ -33,7 +33,7 @@ HEADER_BYTES = 4 << 10
 # Compact the notes once they exceed these bytes and this multiple of the small records.
 _NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
-_FULL = "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes; nothing was lost"
+_FULL = "the log is full until a checkpoint is written; if it stays full, raise --log-max-bytes; nothing was lost"
 # The remedy for a damaged record: opening the log goes back to the last complete version.
 _READ_ANEW = "restart this process, which reads its logs again; a checkpoint and the trainer have the lost rows"
 
@@ -47,7 +47,7 @@ class JetStreamStore:
     Attributes:
         subjects: the subjects of its messages.
         shared: True, because another process may take the log over.
-        refusing: a write was refused for lack of room; cleared once there is room again.
+        refusing: whether a write was refused for lack of room; cleared once there is room again.
         capacity: maximum size of its rows in bytes.
         volume: the brokers.
         commits: time from each write to its acknowledgement.

@@ -136,7 +136,7 @@ class Sender:
 
     async def _take_answer(self, answer: "Msg") -> None:
         if answer.subject != f"{self._inbox}.{self._attempt}":
-            return  # It answers an earlier attempt, of which `_find_out` has read the result.
+            return  # It answers an earlier attempt, whose result `_find_out` has read.
         try:
             fields = json.loads(answer.data or b"{}")
         except ValueError:
@@ -229,7 +229,7 @@ class Sender:
         return answer["message"]["subject"], next((value.strip() for key, _, value in lines if key == ID), "")
 
     def _went_back(self, landed: int) -> LogWentBack:
-        what = "no longer exists" if landed < 0 else f"no longer has its {self.acknowledged} acknowledged messages"
+        what = "no longer exists" if landed < 0 else f"no longer has all messages up to {self.acknowledged}"
         return LogWentBack(
             f"stream {self._stream} {what}: the brokers lost acknowledged writes; a checkpoint and the trainer "
             "supply the missing rows"

@@ -47,7 +47,7 @@ class LmdbStore:
 
     Attributes:
         shared: False, because no other process can take it over.
-        refusing: a write was refused for lack of room; cleared once there is room again.
+        refusing: whether a write was refused for lack of room; cleared once there is room again.
         capacity: maximum size of its rows.
         volume: the volume of its file.
         commits: time that writes took to reach the disk.
@@ -405,8 +405,8 @@ def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
     """The error for a refused write of `size` bytes to the log file."""
     if isinstance(error, lmdb.MapFullError):
         return LogFull(
-            "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "
-            "service; nothing was lost"
+            "the log is full until a checkpoint is written; if it stays full, raise --log-max-bytes and restart "
+            "the service; nothing was lost"
         )
     return _failed("the log could not be written", error, file, size)
 

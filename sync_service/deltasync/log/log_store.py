@@ -45,7 +45,7 @@ class LogStore(Protocol):
     Attributes:
         shared: whether another process can take over the log. If so, it is truncated only up to a checkpoint which
             that process can read.
-        refusing: a write was refused for lack of room; set to False once there is room.
+        refusing: whether a write was refused for lack of room; set to False once there is room.
         capacity: maximum size of its rows; beyond it, writes fail with `LogFull`.
         volume: the volume of its file.
         commits: time that writes took to reach the disk.

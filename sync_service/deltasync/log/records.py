@@ -280,7 +280,7 @@ def check_format(log: LogStore) -> None:
     record = log.items(_FORMAT_RECORD).get("")
     if record is None:
         if log.items("") or log.streams():
-            text = "an older version of deltasync wrote the log, before data format 1, which cannot be read"
+            text = "an older version of deltasync wrote the log in a format that this version cannot read"
             raise StorageFailed(f"{text}: {_START_EMPTY}")
         return
     with reading(f"record {_FORMAT_RECORD}"):
@@ -293,5 +293,5 @@ def check_format(log: LogStore) -> None:
 
 
 def write_again(log: LogStore) -> Future[None]:
-    """Write the format again; done once the log takes writes. The log need not be readable."""
+    """Write the record of the format again. The future ends once the log accepts writes, readable or not."""
     return log.put(_FORMAT_RECORD, b"%d" % FORMAT)

@@ -1,4 +1,4 @@
-"""Whether a volume takes writes: which it refused, why, since when, and the remedy."""
+"""Whether a volume accepts writes: the refused write, its reason, time and remedy if it does not."""
 
 import errno
 import os
@@ -22,9 +22,9 @@ _ADVICE = {
     errno.EIO: "look for errors of the device in the system log, and repair it; no acknowledged write is lost",
     errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
     errno.ENFILE: "raise the number of files that the system may have open (fs.file-max)",
-    errno.EEXIST: "move the file or folder of that name away",
-    errno.EISDIR: "move the folder of that name away",
-    errno.ENOTDIR: "move the file of that name away",
+    errno.EEXIST: "move away the file or folder of that name",
+    errno.EISDIR: "move away the folder of that name",
+    errno.ENOTDIR: "move away the file of that name",
 }
 _OTHERWISE = "look for its errors in the system log"
 # LMDB reports a write that was cut short as an input/output error; less than this may be free at that time.

@@ -76,7 +76,7 @@ class TableStanding:
 
     Attributes:
         spec: the table.
-        row_bytes: size of a row as sent in bytes: id and values, or id and norm.
+        row_bytes: bytes of a row as sent: id and values, or id and norm.
         lacking: upper bound of the rows that a replica at an offset lacks.
         backlog: the rows that the last release left; None if unknown.
     """
@@ -103,7 +103,7 @@ def _none(_number: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Standing:
     """The position of a feed. Made in the event loop at almost no cost, then read in any thread while cuts and
-    releases continue. It counts rows as of the time when it was made.
+    releases continue. Its row counts may be newer than the rest.
 
     Attributes:
         history: the id of the history to which offsets belong.

@@ -179,7 +179,7 @@ class Model:
     async def apply_cut(
         self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
     ) -> None:
-        """Apply a newly sealed cut from `rows`, or from the log without them, and make it the head.
+        """Apply a newly sealed cut from `rows`, or from the log if they are None, and make it the head.
 
         `begun` is the result of `apply_after`.
         """
@@ -294,7 +294,7 @@ class Model:
 
         Args:
             derived: returns the views of its consumers; called on the model's thread.
-            small: reads the small records that a start elsewhere needs.
+            small: reads the small records that a service on another machine needs.
             check: raises an error to stop the checkpoint.
 
         Raises:

@@ -49,7 +49,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class LayoutUse:
-    """A layout for rows to refer to.
+    """A layout in the log to which rows may refer.
 
     Attributes:
         number: the number by which rows refer to it.
@@ -337,8 +337,8 @@ class ModelStore:
         return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
-        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk before
-        or with the seal.
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It reaches the disk
+        before the seal, or with it.
         """
         return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
 

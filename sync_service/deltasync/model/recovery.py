@@ -290,7 +290,7 @@ class Fit(Enum):
 
 @dataclass(frozen=True)
 class LogEnd:
-    """What a log has of a model.
+    """The seals of a model in the log, against which checkpoints are checked.
 
     Attributes:
         history: the id of the model's history.

@@ -190,7 +190,7 @@ def size_after(tables: Sequence[StampedTable], after: int, whole: Collection[int
 # Bytes copied at a time for one replica; the tables change in between. A release up to this size is always frozen,
 # so that replicas which use up the memory for releases do not block others.
 BLOCK_BYTES = 4 << 20
-# How often to look at tables that cannot be sent yet, in addition to each change of them.
+# Interval for checking whether tables can be sent, in addition to a check after each change.
 _LOOK_SECONDS = 5.0
 
 # The tables by slot, and the head of a replica with all their rows. None while replicas may not get them.
@@ -411,7 +411,7 @@ class Copying:
     def _rest(
         self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None, chunks: list[ReleaseChunk]
     ) -> FrozenRelease:
-        """The end of the release: the given chunks, and all remaining rows."""
+        """The end of the release: `chunks` and all remaining rows."""
         chunks += [chunk for slot, ids in copying.rest() for chunk in self._copied(tables, slot, ids)]
         whole = self._whole | replacing(tables, self._after)
         return self._releases.noted(FrozenRelease(head, chunks, whole, checksums_of(tables), self._rows))

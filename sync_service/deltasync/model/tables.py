@@ -174,7 +174,7 @@ class AppliedTables:
         self._partly = False
 
     def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
-        """Apply a cut from `rows`, or from the log without them. Applying it again changes nothing.
+        """Apply a cut from `rows`, or from the log if they are None. Applying it again changes nothing.
 
         Raises:
             StorageFailed: the log cannot be read, or its records of the cut are damaged.
@@ -211,7 +211,6 @@ class AppliedTables:
 
         Raises:
             Contradiction: a table exists with more rows or another definition; nothing was changed.
-            Contradiction: a table exists and has more rows, or is something else; nothing was changed.
             StorageFailed: there is no room for them; nothing was changed.
             ServiceUnavailable: the service is shutting down.
         """
@@ -263,7 +262,7 @@ class AppliedTables:
             self._replace([table for table in self if table is not gone])
             self.published.pop(name, None)
             self._changed()
-            await self._run(len, self)  # Work that had begun with the table is then done.
+            await self._run(len, self)  # Wait for earlier work on the model's thread, which may use the table.
 
     @contextlib.asynccontextmanager
     async def _open(self) -> AsyncIterator[None]:
@@ -314,7 +313,7 @@ class AppliedTables:
         ]
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """The head, which a replica needs that starts from a checkpoint."""
+        """The head, which replicas that start from a checkpoint need."""
         _, head = self.shown()
         return {"head": asdict(head) if head else None}
 

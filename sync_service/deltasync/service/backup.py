@@ -271,7 +271,7 @@ def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
     """Back up a data directory that no service uses. It is locked during the backup.
 
     Raises:
-        InvalidInput: the folder is no data directory, or the place is not empty.
+        InvalidInput: the folder is not a data directory, or the place is not empty.
         StorageFailed: a service uses it, a file in it is damaged, or a file cannot be read or written.
     """
     check_is_data_directory(data_dir)

@@ -133,7 +133,7 @@ class Checkpoints:
         """Write a checkpoint, cut the log, and remove older checkpoints."""
         began = time.monotonic()
         async with state.writing.turn:
-            with self._noting(model, state.writing, "its checkpoint could not be written and is tried again"):
+            with self._noting(model, state.writing, "its checkpoint could not be written; this will be retried"):
                 if model.seals.newest is None:
                     raise NotFound(f"model {model.name!r} has no published version to write")
                 await self._registry.offsets_written(model.log)
@@ -142,14 +142,14 @@ class Checkpoints:
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
                 await self._cut_log(model, state, state.written, remote=False)
-            text = f"{counted(manifest.bytes, 'byte')}, of these {manifest.new_bytes} new"
+            text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
             self._events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
             return manifest
 
     async def _copy(self, model: Model, state: "_State") -> None:
         """Copy the newest checkpoint to the service's URL."""
         async with state.copying.turn:
-            with self._noting(model, state.copying, "its checkpoint could not be copied and is tried again"):
+            with self._noting(model, state.copying, "its checkpoint could not be copied; this will be retried"):
                 if not self._lacks_copy(state):  # Another caller copied it during the wait.
                     return
                 manifest = state.written[-1]
@@ -173,7 +173,7 @@ class Checkpoints:
         work.note(None)
 
     async def _unless_left(self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-        """Run work, which calls its argument now and then: that raises once the result is no longer needed."""
+        """Run work with a check to call regularly, which raises once the result is no longer needed."""
         left = False
 
         def check() -> None:

@@ -59,7 +59,7 @@ class Consumers:
         """Create a consumer. If it exists with the same policy, do nothing.
 
         Raises:
-            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
             Contradiction: it exists for another model, or with another policy.
             NotOwner: another process owns the model, or will own it.
         """
@@ -72,7 +72,7 @@ class Consumers:
         """Create a consumer, or update the policy of an existing one if the options contain a policy.
 
         Raises:
-            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
+            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
             Contradiction: it exists for another model.
             NotOwner: another process owns the model, or will own it.
         """
@@ -88,8 +88,8 @@ class Consumers:
         """Change the policy of a consumer; its replicas keep their offsets.
 
         Raises:
-            NotFound: there is none of that name.
-            InvalidInput: a policy that the model's tables cannot meet.
+            NotFound: no consumer has that name.
+            InvalidInput: a policy that does not fit the model's tables.
         """
         async with self._models.changing:
             return await self._update(name, policy, by)
@@ -98,7 +98,7 @@ class Consumers:
         """Forget a consumer, its offsets and its view.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no consumer has that name.
             ServiceUnavailable: its model is still recovering.
         """
         async with self._models.changing:
@@ -155,11 +155,13 @@ class Consumers:
     # The consumers of the configuration.
 
     async def configure(self, options: Sequence[ConsumerOptions], by: str) -> None:
-        """Create or change the consumers of a configuration, which replaces any earlier one. A consumer that
-        cannot follow it stays unchanged. `configure_again` retries those that a volume refused to write.
+        """Create or change the consumers of a configuration, which replaces any earlier one.
+
+        A consumer that cannot follow it stays unchanged. `configure_again` retries those that a volume refused to
+        write.
 
         Raises:
-            InvalidInput: a name that cannot be one.
+            InvalidInput: an invalid name.
             StorageFailed: a consumer could not be written for another reason.
         """
         self.shortcomings = {}
@@ -188,7 +190,7 @@ class Consumers:
             self._fall_short("its configuration was refused", options, error)
         except VolumeFailed as error:
             self._unwritten[options.name] = options, by
-            self._fall_short("its configuration could not be written and is tried again", options, error)
+            self._fall_short("its configuration could not be written; this will be retried", options, error)
         if self._elsewhere.get(options.name) == (options, by):
             del self._elsewhere[options.name]
 
@@ -204,8 +206,9 @@ class Consumers:
     # The consumers of probes.
 
     async def keep_probes(self, mine: ProbeStatus, by: str) -> None:
-        """Create the consumers of all live processes' probes, if this process owns or will own their models, and
-        again after a delete. Runs until cancelled; an error does not end it.
+        """Create the consumers of all probes whose models this process owns or will own, until cancelled.
+
+        Creates deleted ones again. An error does not end it.
         """
         while True:
             for process in self._models.owners.processes():
@@ -226,7 +229,7 @@ class Consumers:
         except DeltasyncError as error:
             return f"consumer {name!r} cannot be created: {error}"
         except Exception as error:  # noqa: BLE001  # a probe must not end the service
-            text = "the probe's consumer could not be created and is tried again"
+            text = "the probe's consumer could not be created; this will be retried"
             self._events.emit(EventKind.FAILED, text, error, consumer=name)
             return f"consumer {name!r} cannot be created: {error}"
         return ""

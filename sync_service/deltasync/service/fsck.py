@@ -83,7 +83,7 @@ def check_data_directory(data_dir: Path) -> "list[Checked]":
     """Read a data directory that no service uses. It is locked during the check.
 
     Raises:
-        InvalidInput: the folder is no data directory.
+        InvalidInput: the folder is not a data directory.
         StorageFailed: a service uses it, it has another format, or it cannot be read now.
     """
     check_is_data_directory(data_dir)
@@ -152,7 +152,7 @@ def _check_directory(data_dir: Path) -> list[Checked]:
 
 
 async def _check_memory(checked: Checked, model: Model, views: Sequence[View]) -> None:
-    """Compare the rows of a model and its views with their digests, block by block, so that cuts continue."""
+    """Compare the rows of a model and its views with their digests, in blocks between which cuts continue."""
     sources: list[Source] = [model.tables, *views]
     tables = [each for source in sources for each in await model.on_thread(source.checkpoint_tables)]
     total = sum(each.table.slots for each in tables)
@@ -194,7 +194,8 @@ def _check_checkpoints(checked: Checked, store: CheckpointStore) -> int:
     checked.checkpoints, newest = len(manifests), max(sound, default=0)
     if manifests and manifests[0].version > newest:
         text = f"the checkpoint of version {manifests[0].version} of model {checked.model!r} cannot be loaded"
-        follows = f"that of version {newest} and more of the log are used" if newest else "nor can an older one"
+        used = f"the service uses that of version {newest} and more of the log"
+        follows = used if newest else "nor can an older one"
         checked.problems.append(f"{text}: {follows}")
     return newest
 
@@ -218,7 +219,7 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
             checked.problems.append(f"the log has no record of model {name!r}: its trainer has to send every row")
             return
         store = ModelStore(log, name)
-        seals, problem = store.seals()  # Before the layouts, so that the layout of each seal is there.
+        seals, problem = store.seals()  # Before the layouts, to have the layout of each seal.
         store.recover(record)
         if store.dropped > saved:
             text = f"the log of model {name!r} begins after version {store.dropped}, which no checkpoint has"

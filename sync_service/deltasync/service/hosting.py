@@ -78,8 +78,9 @@ class Hosting:
         self._owned = set[str]()
 
     async def take(self, model: str, owner: Owner) -> None:
-        """Take over a model with its consumers: load its newest checkpoint and apply the rest of the log. If the
-        log is incomplete, the model gets the newest complete version. After an error the model is given up.
+        """Take over a model with its consumers: load its newest checkpoint and apply the rest of the log.
+
+        If the log is incomplete, the model gets the newest complete version. After an error the model is given up.
 
         Raises:
             StorageFailed: its log or its checkpoints cannot be reached or read.
@@ -100,7 +101,7 @@ class Hosting:
             return
         self._registry.end_streams(model)  # Now, because they report a newest version that may be outdated.
         written = self._models.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
-        if not written:  # First, so that no task waits for writes that cannot succeed.
+        if not written:  # First, because tasks would otherwise wait for writes that cannot succeed.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
         await self._let_go(model, partial(self._gone, model, reason), written=written)
         if written:
@@ -115,7 +116,7 @@ class Hosting:
         self._owned.discard(model)
 
     async def save(self, model: str) -> None:
-        """Write a checkpoint, which leaves the next owner only little of the log to read.
+        """Write a checkpoint, to shorten the log that the next owner has to read.
 
         Raises:
             DeltasyncError: it could not be written or copied.
@@ -161,7 +162,7 @@ class Hosting:
             written: whether to write pending records, which the log still accepts.
         """
         await self._reloading.give_up(name)
-        # Before the lock, for which a first cut that was just sealed waits in order to add its model.
+        # Before taking the lock: a first cut that was just sealed needs the lock to add its model.
         if opened := self._models.opened.get(name):
             await opened.retire(refusal)
         async with self._models.changing:
@@ -183,7 +184,7 @@ class Hosting:
 
 
 async def drain_process(models: Models, name: str) -> list[str]:
-    """Give all models of this process to others and take no new ones; return their names.
+    """Hand over all models of this process and take over no new ones; return their names.
 
     Args:
         models: the models of this process.

@@ -201,8 +201,9 @@ class Models(Mapping[str, Model]):
             await self._views.follow(consumer, model)
 
     async def add(self, model: Model, coordinator: CutCoordinator | None = None) -> None:
-        """Add a published model with the views of its consumers, and wake tasks that wait for it. The caller holds
-        `changing`.
+        """Add a published model with the views of its consumers, and wake tasks that wait for it.
+
+        The caller holds `changing`.
 
         Args:
             model: a published or recovered model.
@@ -221,8 +222,9 @@ class Models(Mapping[str, Model]):
         self.added.wake()
 
     async def end(self, model: Model, refusal: Callable[[], DeltasyncError] | None = None) -> None:
-        """End a model and its views in this process: stop writing and sending, and free its memory. Its log and
-        its checkpoints stay.
+        """End a model and its views in this process: stop writing and sending, and free its memory.
+
+        Its log and its checkpoints stay.
 
         Args:
             model: a published model, or one that ranks have opened.
@@ -303,7 +305,9 @@ class Publishing:
         return CutCoordinator(sealer, self._limits)
 
     async def open(self, name: str) -> CutCoordinator:
-        """Get the coordinator of a model's ranks for another stream; `leave` ends it. The name is already checked.
+        """Get the coordinator of a model's ranks for a new stream, which ends with `leave`.
+
+        The caller has checked the name.
 
         Raises:
             NotOwner: another process owns the model, or will own it.
@@ -314,7 +318,7 @@ class Publishing:
         """
         models = self._models
         while True:
-            # Without the lock: a removal waits for a cut that is being sealed, which needs it to add the model.
+            # Wait without the lock: the removal waits for a cut that needs the lock to add the model.
             while removal := self._removals.get(name):
                 await asyncio.wait([removal])
             await models.owners.claim(name)
@@ -324,7 +328,7 @@ class Publishing:
                     continue
                 if name not in models:
                     return await self._open(name)
-                # On every open: if that failed before, replicas would get the model's tables without their policy.
+                # Repeated on every open: after a failure, replicas would get the tables without their policy.
                 await models.make_views(models[name])
             return ranks_of(models, name)
 
@@ -348,7 +352,7 @@ class Publishing:
             coordinator.streams = 0
             self._forget_if_left(coordinator)
         await self.removed()
-        for coordinator in list(self._models.opened.values()):  # Sealed, not added: the next start has them.
+        for coordinator in list(self._models.opened.values()):  # Sealed but not added: the next start adds them.
             await coordinator.model.stop()
 
     async def removed(self) -> None:
@@ -376,7 +380,7 @@ class Publishing:
                 if models.opened.get(model.name) is coordinator:
                     await models.add(model, coordinator)
         except Exception as error:  # noqa: BLE001  # the cut is sealed even if its consumers fail
-            text = "its consumers cannot follow it yet; this is tried again"
+            text = "its consumers cannot follow it yet; this will be retried"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
     def _forget_if_left(self, coordinator: CutCoordinator) -> None:
@@ -393,8 +397,8 @@ class Publishing:
     async def _remove(self, coordinator: CutCoordinator) -> None:
         """Remove what an abandoned cut has written.
 
-        A shared log stays this process's, although it is empty: to delete it while a consumer is created for the
-        model, or while another process takes the model over, would delete what these write.
+        This process keeps an empty shared log. Deleting it could destroy the records of a consumer that is being
+        created for the model, or of another process that is taking the model over.
         """
         model = coordinator.model
         try:
@@ -416,5 +420,7 @@ def ranks_of(models: Models, name: str) -> CutCoordinator:
         Contradiction: no ranks publish this model.
     """
     if name not in models.coordinators:
-        raise Contradiction(f"model {name!r} is not published by ranks here: ask the service where it is")
+        raise Contradiction(
+            f"model {name!r} is not published by ranks here: send the request to the service that they publish to"
+        )
     return models.coordinators[name]

@@ -55,12 +55,12 @@ class Removals:
             Contradiction: too many deletes of the model are pending, or no ranks publish it.
             ServiceUnavailable: the model is still recovering.
         """
-        self._models.model(model)  # First: an unknown model is another error than one that no ranks publish.
+        self._models.model(model)  # First: an unknown model needs another error than one that no ranks publish.
         coordinator = ranks_of(self._models, model)
 
         def tables() -> list[TableSpec]:
             if self._models.coordinators.get(model) is not coordinator:
-                raise ServiceUnavailable(f"model {model!r} was deleted or loaded again meanwhile; try again")
+                raise ServiceUnavailable(f"model {model!r} was deleted or reloaded meanwhile; try again")
             return [each.spec for each in self._models.model(model).tables]
 
         request = await coordinator.deletes.ask(table, ids, tables, by)
@@ -75,7 +75,9 @@ class Removals:
         ]
 
     async def forget_replica(self, consumer: str, replica: str, by: str) -> None:
-        """Forget a replica that is away, so that no lag counts it. If it returns, it continues from its rows.
+        """Forget a replica that is away; no lag includes it any more.
+
+        If it returns, it continues from its rows.
 
         Raises:
             NotFound: there is no such consumer, or no such replica of it.
@@ -207,7 +209,7 @@ class Brake:
             model.releases.forget()
 
 
-# Seconds between two checks whether the replica is still connected.
+# Interval between checks that the replica is still connected.
 _LOOK_SECONDS = 1.0
 
 

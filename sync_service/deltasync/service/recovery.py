@@ -99,7 +99,7 @@ class Recoveries:
                 except passing as error:
                     if not patient:
                         raise
-                    text = "its recovery failed and is tried again"
+                    text = "its recovery failed and will be retried"
                     self._events.emit(EventKind.FAILED, text, error, model=name)
                     # `volumes` already reports a refused write, with its path, until the volume recovers.
                     models.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
@@ -202,8 +202,8 @@ class Reloading:
                     if name in models.recovering:  # It may have been deleted or given up.
                         await self._recovery.model(name)
                 except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
-                    models.reloading[name] = f"{why}; the reload failed and is tried again: {error}"
-                    self._events.emit(EventKind.FAILED, "its reload failed and is tried again", error, model=name)
+                    models.reloading[name] = f"{why}; the reload failed and will be retried: {error}"
+                    self._events.emit(EventKind.FAILED, "its reload failed and will be retried", error, model=name)
                 else:
                     break
                 await first_of(self._draining.wait(), seconds=pause)

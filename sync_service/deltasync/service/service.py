@@ -33,7 +33,7 @@ _FREED_BYTES = 512 << 20
 
 
 class Service:
-    """The parts that the APIs use. Created and used in one event loop. Without `logs` it opens its own log.
+    """The parts of a service. Created and used in one event loop. Without `logs` it opens its own log.
 
     Attributes:
         options: its options.
@@ -70,7 +70,7 @@ class Service:
             self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))
             self.limits.count("log_queue_bytes", self._log_queue_bytes)
             self.volumes = Volumes(self.logs, options.data_dir / CHECKPOINTS, self.events)
-            # `volumes` listens first, so that the failure of a volume is logged before its consequences.
+            # `volumes` listens first, to log the failure of a volume before its consequences.
             for listener in (self.volumes.hear, self.event_log, self.event_counts):
                 self.events.listen(listener)
             storage = Storage(options, self.logs, shared=logs is not None)
@@ -124,7 +124,7 @@ class Service:
 
     async def drain(self) -> None:
         """Finish all work and write it to disk."""
-        self.registry.write_offsets()  # First, so that later failures cannot prevent it.
+        self.registry.write_offsets()  # First, before later steps can fail.
         await self.reloading.end()
         await self.publishing.drain()
         await self.views.drain()
@@ -142,13 +142,13 @@ class Service:
             try:
                 await chore()
             except Exception as error:  # noqa: BLE001  # a failed chore must not end the service
-                self.events.emit(EventKind.FAILED, "housekeeping failed and is tried again", error)
+                self.events.emit(EventKind.FAILED, "housekeeping failed and will be retried", error)
 
     async def _keep(self, freed: FreedMemory) -> None:
         name_threads()
         self.event_log.tell_repeats()
         for log in self.logs.each():
-            log.queue.limit(self.limits.options.log_queue_bytes)  # The configuration may have been read again.
+            log.queue.limit(self.limits.options.log_queue_bytes)  # A reload may have changed the limit.
         await asyncio.to_thread(freed.give_back)
         self.registry.forget_the_gone()
         for coordinator in self.models.publishers():

@@ -186,7 +186,7 @@ class Sampler:
             try:
                 await self._sample()
             except Exception as error:  # noqa: BLE001  # a failed sample must not end the service
-                self._events.emit(EventKind.FAILED, "the overview could not be computed and is tried again", error)
+                self._events.emit(EventKind.FAILED, "the overview failed and will be retried", error)
             await self._pause(time.monotonic() - begun)
 
     async def _sample(self) -> None:
@@ -257,8 +257,9 @@ KEPT_SAMPLES = 600
 
 @dataclass(frozen=True)
 class LagHistory:
-    """Samples of a consumer's lag, oldest first. `unix_ms` holds their times, milliseconds since 1970. Unknown
-    numbers are null.
+    """Samples of a consumer's lag, oldest first.
+
+    `unix_ms` holds their times, milliseconds since 1970. Unknown numbers are null.
     """
 
     consumer: str

@@ -32,7 +32,7 @@ ReplicaState = Literal["connected", "guest", "partial", "late", "waiting", "rewo
 
 @dataclass(frozen=True)
 class Lag:
-    """Lag of a replica at some offset behind the model.
+    """Lag of a replica behind the model.
 
     Attributes:
         versions: number of sealed versions that are newer than its rows.
@@ -69,8 +69,9 @@ class TableLag:
 
 @dataclass(frozen=True)
 class RewindLag:
-    """A replica connected with rows of a discarded history. `held` is its version or release in `history`; the
-    service has been replacing its rows for `seconds`.
+    """A replica connected with rows of a discarded history.
+
+    `held` is its version or release in `history`. The service has been replacing its rows for `seconds`.
     """
 
     held: int
@@ -146,8 +147,9 @@ class ReleaseLag:
 
 @dataclass(frozen=True)
 class PauseLag:
-    """A consumer's pause: its start in UTC, its author and its reason, which may be empty. `otherwise` is the
-    consumer's state without the pause.
+    """A consumer's pause: its start in UTC, its author and its reason, which may be empty.
+
+    `otherwise` is the consumer's state without the pause.
     """
 
     since: str
@@ -210,8 +212,8 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     state, reason = fleet_state(fleet, lags[offset], _with_unfit(standing, tables, consumer), offset)
     if unranked := consumer.policy.unranked([table.spec for table in tables]):
         reason = (
-            f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}, which are no embedding "
-            "tables: all their changed rows are sent"
+            f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}, which are not "
+            "embedding tables: the service sends all their changed rows"
         )
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"

@@ -61,7 +61,7 @@ class ProcessFigures:
     """The figures of this process at one moment.
 
     Attributes:
-        confirmed: whether the other processes received its lease in time; True if it is the only one.
+        confirmed: whether brokers confirmed its lease in time; True without a cluster.
         alive: number of processes that are alive, including this one.
         unowned: number of models that no process owns.
         made_unix_ns: when the newest checkpoint of each model was completed, nanoseconds since 1970.
@@ -133,8 +133,9 @@ class _Snapshot(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics with a pause after each. Without it, formatting all of them would hold the interpreter
-        and delay the steps of a cut.
+        """Yield the metrics with a pause after each.
+
+        Without it, formatting all of them would hold the interpreter and delay the steps of a cut.
         """
         for each in self._metrics:
             yield each
@@ -276,10 +277,10 @@ def _lag_metrics(whose: str, who: str) -> list[Declaration]:
     """The lag metrics of a replica: `whose` is the prefix of the names, `who` the replica in words."""
     return [
         (f"{whose}_lag_versions", f"Sealed versions that {who} has not applied.", "lag.versions"),
-        (f"{whose}_lag_rows", f"Rows of {who} that differ from the model's, an upper bound.", "lag.rows"),
+        (f"{whose}_lag_rows", f"Upper bound of the rows in which {who} differs from the model.", "lag.rows"),
         (
             f"{whose}_lag_bytes",
-            f"Bytes of ids and values of the rows of {who} that differ from the model's.",
+            f"Size (ids and values) of the rows in which {who} differs from the model.",
             "lag.bytes",
         ),
         (
@@ -298,14 +299,14 @@ def _lag_metrics(whose: str, who: str) -> list[Declaration]:
 _RELEASE: list[Declaration] = [
     ("consumer_release", "Number of the newest release.", "release.number"),
     ("consumer_release_rows", "Rows in the newest release.", "release.rows"),
-    ("consumer_release_bytes", "Bytes of ids and values of the rows in the newest release.", "release.bytes"),
+    ("consumer_release_bytes", "Size (ids and values) of the rows in the newest release.", "release.bytes"),
     ("consumer_release_norm", "L2 norm of the change of the rows in the newest release.", "release.norm"),
     (
         "consumer_left_rows",
         "Changed rows that the newest release postponed.",
         "release.left_rows",
     ),
-    ("consumer_left_bytes", "Bytes of ids and values of the postponed rows.", "release.left_bytes"),
+    ("consumer_left_bytes", "Size (ids and values) of the postponed rows.", "release.left_bytes"),
     ("consumer_left_norm", "L2 norm of the unsent change of the postponed rows.", "release.left_norm"),
 ]
 _UNSENT: list[Declaration] = [
@@ -318,16 +319,16 @@ _UNSENT: list[Declaration] = [
 ]
 _OLDEST_ROW: Declaration = (
     "consumer_oldest_row_seconds",
-    "Seconds for which the oldest postponed row has been unsent; 0 if no row is postponed.",
+    "Age in seconds of the oldest postponed row; 0 if no row is postponed.",
     "oldest_row_seconds",
 )
 _TABLE: list[Declaration] = [
     (
         "consumer_table_lag_rows",
-        "Rows of the table in which the consumer's slowest replica differs from the model, an upper bound.",
+        "Upper bound of the rows of the table in which the consumer's slowest replica differs from the model.",
         "rows",
     ),
-    ("consumer_table_lag_bytes", "Bytes of ids and values of the rows of the table that differ.", "bytes"),
+    ("consumer_table_lag_bytes", "Size (ids and values) of the rows of the table that differ.", "bytes"),
     ("consumer_table_unsent_share", "The table's unsent norm as a share of its norm.", "unsent_share"),
     (
         "consumer_table_unsent_norm",
@@ -337,7 +338,7 @@ _TABLE: list[Declaration] = [
 ]
 _TABLES_OLDEST_ROW: Declaration = (
     "consumer_table_oldest_row_seconds",
-    "Seconds for which the oldest postponed row of the table has been unsent.",
+    "Age in seconds of the oldest postponed row of the table.",
     "oldest_row_seconds",
 )
 _REPLICA: list[Declaration] = [
@@ -416,7 +417,9 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
         _gauge("log_bytes", "Bytes of data in the log.", [], [([], figures.log_bytes)]),
-        _histogram("log_commit_seconds", "Seconds of a commit of the log.", [], [([], figures.commits)]),
+        _histogram(
+            "log_commit_seconds", "Duration of a commit to the log, in seconds.", [], [([], figures.commits)]
+        ),
         _histogram(
             "cut_seconds",
             "Seconds of each stage of a cut, until the service's tables had its rows.",
@@ -455,13 +458,13 @@ def volume_metrics(volumes: Sequence[Volume]) -> list[Metric]:
 
 
 def _limit_metrics(limits: Limits) -> list[Metric]:
-    """Each limit, its use if that is one number, and how often peers reached it."""
+    """Each limit, its current use if the service counts it, and the requests that it refused."""
     names = limits.options.by_name
     return [
         _gauge("limit", "The value of the limit.", ["limit"], [([name], most) for name, most in names.items()]),
         _gauge(
             "limit_taken",
-            "Current use of the limit, if that is one number.",
+            "Current use of the limit, if the service counts it.",
             ["limit"],
             [([name], number) for name, number in sorted(limits.numbers.items())],
         ),
@@ -490,7 +493,7 @@ def _process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             process,
             (
                 "lease_confirmed",
-                "1 if the other processes of the cluster received this one's lease in time, else 0.",
+                "1 if the brokers confirmed this process's lease in time, else 0.",
                 "confirmed",
             ),
             ("processes_alive", "Processes of the cluster that are alive, including this one.", "alive"),

@@ -26,8 +26,9 @@ from deltasync.status.versions import VersionLine
 
 @dataclass(frozen=True)
 class ProbeLine:
-    """Results of the probe, which sends rows from the service's own publisher to its own replica. The last row
-    arrived `age_seconds` ago and took `seconds`. `trouble` is why the probe fails; empty if it works.
+    """Results of the probe, which sends rows from the service's own publisher to its own replica.
+
+    The last row arrived `age_seconds` ago and took `seconds`. `trouble` is why the probe fails; empty if it works.
     """
 
     seconds: float | None
@@ -39,8 +40,9 @@ class ProbeLine:
 
 @dataclass(frozen=True)
 class VolumeOverview:
-    """A volume that a process writes to: its free bytes, null for brokers, and why it refuses writes, empty if it
-    accepts them.
+    """A volume that a process writes to.
+
+    `free_bytes` is null for brokers. `refused` is why the volume refuses writes; empty if it accepts them.
     """
 
     volume: str
@@ -58,8 +60,10 @@ def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
 
 @dataclass(frozen=True)
 class ProcessOverview:
-    """A process of the service. `ready` is the result of its `/readyz`; `troubles` are problems that do not affect
-    it. `work` is the progress of long operations. `probe` is null if there is no probe.
+    """A process of the service.
+
+    `ready` is the result of its `/readyz`; `troubles` are problems that do not affect it. `work` is the progress
+    of long operations. `probe` is null if there is no probe.
     """
 
     process: str
@@ -96,10 +100,12 @@ def other_processes(owners: Owners) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelOverview:
-    """A model and its trainer: `ranks` counts the ranks of its run, `connected` those with a stream, `finished`
-    those that said goodbye. `published_rows` and `published_bytes` count cuts since the service started; `bytes`
-    is the size of its tables. `trouble` is why its cuts cannot be sealed, that no process has the model, or that
-    it is recovering; empty if it is well. Unknown numbers are null.
+    """A model and its trainer.
+
+    `ranks` counts the ranks of its run, `connected` those with a stream, `finished` those that said goodbye.
+    `published_rows` and `published_bytes` count cuts since the service started; `bytes` is the size of its tables.
+    `trouble` says why its cuts cannot be sealed, that no process owns it, or that it is recovering; otherwise it
+    is empty. Unknown numbers are null.
     """
 
     model: str
@@ -233,9 +239,10 @@ def _ranks(name: str, coordinator: CutCoordinator) -> list[TrainerLine]:
 
 @dataclass(frozen=True)
 class Freshness:
-    """Seconds from the end of a step until replicas had it: `p50` and `p99` of the last `count` deliveries (500 or
-    fewer). `counts` is the histogram of all deliveries since the service started, with the bounds
-    `freshness_bounds`; its last entry counts longer ones.
+    """Seconds from the end of a step until replicas had its rows.
+
+    `p50` and `p99` are of the last `count` deliveries, at most 500. `counts` is the histogram of all deliveries
+    since the service started, with the bounds `freshness_bounds`; its last entry counts longer ones.
     """
 
     counts: list[int]
@@ -261,8 +268,9 @@ class WrongReplica:
 
 @dataclass(frozen=True)
 class ConsumerOverview:
-    """A consumer: its lag, its policy in words, and its replicas. `wrong` lists the replicas that need attention.
-    Numbers are null until this process has loaded the model.
+    """A consumer: its lag, its policy in words, and its replicas.
+
+    `wrong` lists the replicas that need attention. Numbers are null until this process has loaded the model.
     """
 
     consumer: str
@@ -351,8 +359,9 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
 
 @dataclass(frozen=True)
 class Overview:
-    """The state of a process at `unix_ms`, milliseconds since 1970. `missing` names the other live processes:
-    each has its own overview.
+    """The state of a process at `unix_ms`, milliseconds since 1970.
+
+    `missing` names the other live processes: each has its own overview.
     """
 
     unix_ms: int

@@ -62,14 +62,14 @@ class ReleaseHistory:
         return self._heads[-1] if self._heads else None
 
     def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
-        """Return the head of the next release with its seal; it was made from version `of`."""
+        """Return the head of the next release, sealed; the release was made from the version with seal `of`."""
         before = self._newest.seal if self._newest else self.id
         return replace(head, seal=release_checksum(before, head.number, of, made_unix_ns))
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.
 
-        For releases older than the history it is only known to be at least `first_version`.
+        If the release is no longer known, return `first_version`, which is a lower bound.
         """
         newest = self._newest
         head = newest if newest and number >= newest.number else self._head(number)
@@ -100,8 +100,8 @@ class ReleaseHistory:
         Args:
             held: the position that the replica reports.
             newest: the number of the newest release; 0 = there is none.
-            of_model: whether `held` is a version in the model's past. Versions from after the start of the view
-                are not numbers of the view.
+            of_model: whether `held` is a version in the model's past. It counts only up to `first_version`,
+                because later numbers of the view are releases.
             acknowledged: the replica's offset.
         """
         seal = self.seal_of(held.number)
@@ -118,12 +118,12 @@ def view_name(consumer: str) -> str:
 
 
 def releases_stream(consumer: str) -> str:
-    """The name of the stream with the row ids of its releases."""
+    """The name of the stream with the row ids of a consumer's releases."""
     return f"releases/{consumer}"
 
 
 def heads_stream(consumer: str) -> str:
-    """The name of the stream with the heads of its newest releases."""
+    """The name of the stream with the heads of a consumer's newest releases."""
     return f"heads/{consumer}"
 
 
@@ -258,7 +258,7 @@ class ViewState:
         return replace(self, tables=tables, backlog={table.name: self.backlog[table.name] for table in tables})
 
     def without_dirty(self, version: int) -> "ViewState":
-        """The state after a comparison at `version` without dirty rows."""
+        """The state after a comparison at `version` that found no dirty rows."""
         record = self.record
         if newest := self.newest:
             statistics = statistics_record(replace(newest.statistics, backlog=RowTotals()))
@@ -315,7 +315,7 @@ class ViewLog:
         self._log.append(self._heads, number, 0, 0, pack_json(head), after=written).result()
 
     def note(self, head: Mapping[str, Any]) -> None:
-        """Update the record of a head without waiting. If it is refused, only the added fields are lost."""
+        """Update the record of a head without waiting. If the log refuses it, only the added fields are lost."""
         self._log.append(self._heads, head["number"], 0, 0, pack_json(head), patient=True)
 
     def heads(self, first: int = 0, last: int = LAST_NUMBER) -> Iterator[dict[str, Any]]:

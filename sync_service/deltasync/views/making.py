@@ -1,4 +1,4 @@
-"""Making one release: copy and compare rows in blocks, then the rest at one version of the model.
+"""Make one release: copy and compare rows in blocks, then the rest at one version of the model.
 
 The release chooses its rows at that version, then updates them piece by piece, with the same result as if it did
 everything at once. That is why the log needs only the row ids, and why a replay, which uses the same code, ends
@@ -27,7 +27,7 @@ from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 # Cuts wait for at most this time and one block.
 _TURN_SECONDS = 0.01
-# Bytes in a block, and for the last call. Copying takes longer than comparing, which uses several cores.
+# Bytes in a block, and left for the last call. Copying takes longer than comparing, which uses several cores.
 _COPIED_BYTES, _COMPARED_BYTES = 2 << 20, 64 << 20
 
 
@@ -49,8 +49,9 @@ class ReleasePlan:
     def of(
         cls, there: Sequence[ViewTable], forms: Iterable[tuple[StampedTable, Delivery]], memory: TableMemory
     ) -> "ReleasePlan":
-        """Keep the tables that have the right form, enlarge those that only need more rows, and create the others.
+        """Plan the tables of a release from `forms`.
 
+        It keeps the tables that have their form, enlarges those that only need more rows, and creates the others.
         Blocks; any thread may call it.
 
         Args:
@@ -79,11 +80,11 @@ class Making:
     Attributes:
         tables: the tables of the view after it, by slot.
         new: the tables that it creates.
-        stamp: the stamp of their rows; 0 = the stamps in the model's tables.
+        stamp: the stamp of the rows in `new`; 0 = the stamps in the model's tables.
     """
 
     def __init__(self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str) -> None:
-        """Start with the tables of a plan, enlarging some; `consumer` is the view's name for progress messages."""
+        """Start with the tables of a plan, and enlarge some. Progress messages name `consumer`."""
         for grow in plan.growth:
             grow()
         self.tables = plan.tables
@@ -141,13 +142,13 @@ class Making:
         return result
 
     def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
-        """Start updating the `taken` dirty rows, by slot, and all rows of new tables to their present values.
+        """Start updating the dirty rows in the masks `taken`, by slot, to their present values.
 
         Replicas at release `number` will hold these values; `go_on_updating` does the work.
 
         Returns:
-            The updated dirty rows ([n], ascending) by slot, the amount updated with new tables included, and the
-            backlog of each table by name.
+            The dirty rows to update ([n], ascending) by slot, the totals of the release including all rows of new
+            tables, and the backlog of each table by name.
         """
         every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self.tables, taken, strict=True):
@@ -191,7 +192,7 @@ class Making:
             table.copy(ids)
 
     def _force_handed_over(self, dirty: Sequence[DirtyRows]) -> None:
-        """Force rows whose raw id changed, or a replica would find the old id's row under the new id."""
+        """Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id."""
         by_name = {table.name: rows for table, rows in zip(self.tables, dirty, strict=True)}
         for table, changed in zip(self.tables, dirty, strict=True):
             rows = by_name.get(table.source.spec.of)
@@ -203,7 +204,7 @@ class Making:
 
 
 def left_of(table: ViewTable) -> Backlog:
-    """The dirty rows of a table."""
+    """The backlog of a table if a release takes none of its rows."""
     _, left, oldest = _split(table, np.zeros(len(table.dirty), np.bool_))
     return Backlog(left, table.source.norm, oldest)
 

@@ -63,7 +63,7 @@ def due(policy: Policy, now: Situation, now_ns: int) -> Due:
     paced = _wait(_pace(now.sealed_ns), now.released_ns, now_ns)
     if policy.max_age_seconds is not None:
         paced = min(paced, _wait(policy.max_age_seconds, now.oldest_dirty_ns, now_ns))
-    return Due(max(at_once, paced), f"{are(now.backlog_rows, 'row')} left of the last release")
+    return Due(max(at_once, paced), f"{are(now.backlog_rows, 'row')} left from the last release")
 
 
 def _wait(seconds: float, since_ns: int | None, now_ns: int) -> float:

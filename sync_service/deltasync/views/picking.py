@@ -66,7 +66,7 @@ def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
     taken = wanted if policy.max_bytes is None else rows.within(wanted, policy.max_bytes)
     reason, forced = rows.reason(wanted, taken, policy), _count(rows.forced)
     if forced:
-        taken, reason = taken | rows.forced, f"{reason}; and {forced} that no policy holds back"
+        taken, reason = taken | rows.forced, f"{reason}; and {forced} that every policy sends at once"
     return Pick(np.split(taken, rows.ends), reason)
 
 
@@ -112,7 +112,7 @@ class _Candidates:
         return _joined([_top(*each, policy.top_k) for each in zip(*groups, strict=True)])
 
     def within(self, wanted: Mask, max_bytes: int) -> Mask:
-        """The most urgent rows of `wanted` that fit."""
+        """The most urgent rows of `wanted` that fit into `max_bytes`."""
         if self._bytes(wanted) <= max_bytes:
             return wanted
         left = max_bytes - self._bytes(self.overdue)

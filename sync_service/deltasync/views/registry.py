@@ -63,7 +63,7 @@ class ReleaseLoop:
                 await self._wait(seconds)
 
     async def _advance(self) -> float | None:
-        """Make what is due. Return the seconds until the next look; None = once something changes."""
+        """Make a release if one is due. Return the seconds until the next check; None = wait for a change."""
         self._view.let_go_removed()
         if not self._goes_on() or not self._connected():
             return None
@@ -127,7 +127,10 @@ class ReleaseLoop:
         return seals[older - 1].version if older else 0
 
     def _sealed_ns(self, version: int) -> int:
-        """When a version was sealed, by `steady_ns`; earlier versions count as sealed before this loop began."""
+        """When a version was sealed, by `steady_ns`.
+
+        If the time is known only by the wall clock, the version counts as sealed before this loop began.
+        """
         moment = self._view.model.seals.sealed_at(version)
         return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
 
@@ -170,7 +173,7 @@ class ViewRegistry:
         return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
 
     async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
-        """The views of a model's consumers in the log, for recovery with the model. Call `follow` afterwards.
+        """Read the views of a model's consumers from the log, to recover them with the model, then call `follow`.
 
         Raises:
             StorageFailed: the log cannot be read at present.

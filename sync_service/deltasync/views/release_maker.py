@@ -256,5 +256,5 @@ def _reason(making: Making, picked: Pick) -> str:
         return picked.reason
     rows = counted(sum(table.sent.counts.changed for table in making.new), "row")
     tables = counted(len(making.new), "table")
-    whole = f"took all of {rows} of {tables} that the replicas did not have in this form"
+    whole = f"took all {rows} of {tables} that the replicas did not have in this form"
     return f"{whole}; and {picked.reason}" if any(len(mask) for mask in picked.taken) else whole

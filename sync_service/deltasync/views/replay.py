@@ -124,7 +124,7 @@ class Replay:
             self.lost = str(error)
 
     def end(self, version: int) -> None:
-        """Check the result after all records, with the model's newest version."""
+        """After the last record, check that the view is not ahead of the model's newest version."""
         newest = max([self.state.compared_version, *(each["version"] for each in self._heads)])
         if newest > version and not self.lost:
             self.lost = f"it was made from version {newest}, but the model's newest is {version}"
@@ -159,7 +159,7 @@ class Replay:
         if (number, record["after"]) != ((head.number + 1, head.seal) if head else (number, 0)):
             raise _Lost(f"the log lacks releases before release {number}")
         if record["version"] != version:
-            raise _Lost(f"release {number} was made from version {record['version']}, before the view's")
+            raise _Lost(f"release {number} was made from version {record['version']}, before version {version}")
         made = record["statistics"]["made_unix_ns"]
         if seal and head and release_checksum(head.seal, number, seal, made) != record["seal"]:
             raise _Lost(f"release {number} was made from a version {version} that differs from the model's")

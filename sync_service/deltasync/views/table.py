@@ -177,7 +177,7 @@ class ViewTable:
     def __init__(
         self, source: StampedTable, delivery: Delivery, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
-        """Make a table of which replicas hold nothing.
+        """Make a table that no replica has received yet.
 
         Raises:
             StorageFailed: there is no room.
@@ -191,8 +191,8 @@ class ViewTable:
         if delivery.mode is Mode.IDS:
             self.sent = StampedTable(delivery.wire_spec, memory, normed=False)
         self.dirty = NONE_DIRTY
-        # Counts of the clean rows, and the version up to which the source was compared. Any thread reads them as
-        # one tuple, so that they belong together.
+        # Counts of the clean rows, and the version up to which the source was compared. They are one tuple, so any
+        # thread reads both as of the same moment.
         self._counted = self.held.counts, 0
 
     @property
@@ -218,14 +218,14 @@ class ViewTable:
         )
 
     def within(self, ids: Ids) -> Ids:
-        """The ids of the source ([n], ascending) for which the table has room."""
+        """Those of `ids` ([n], ascending), rows of the source, for which the table has room."""
         return ids[: np.searchsorted(self.source.locate(ids), self.held.slots)]
 
     def lacking(self, number: int) -> int:
         """Upper bound of the rows that a replica at `number` lacks. Safe to call from any thread.
 
         It counts dirty rows, other rows that were sent after `number`, and rows changed since the last comparison.
-        Some of the latter may also be dirty or sent, and count twice.
+        Some of the last may also be dirty or sent, and count twice.
         """
         clean, compared = self._counted  # Read before the source's counts, which may only be newer.
         rows, changed = self.source.slots, self.source.counts.after(compared)
@@ -314,7 +314,7 @@ class ViewTable:
     # Making a release.
 
     def update(self, ids: Ids, norms: Floats, number: int) -> None:
-        """Update the rows ([n], ascending) that replicas at release `number` hold to the present values.
+        """Update rows ([n], ascending) to their present values, which replicas at release `number` will hold.
 
         Args:
             ids: the rows.
@@ -400,7 +400,7 @@ class ReplicaComparison:
         # A row that was clean only during the comparison keeps its earlier date, as if all rows had been compared
         # at once.
         dirty = self._dirty.dated_as(self._table.dirty, self._version) if several else self._dirty
-        if self._version > version:  # No version came, only room for more rows.
+        if self._version > version:  # No version arrived; the table only grew.
             dirty = replace(dirty, since=np.minimum(dirty.since, version))
         self._table.note_compared(dirty, self._clean, version)
 
@@ -413,9 +413,9 @@ class ReplicaComparison:
 
 
 class RowUpdate:
-    """Updates the dirty rows that replicas hold piece by piece, while cuts change the source.
+    """Updates dirty rows to their values at one version, piece by piece, while cuts change the source.
 
-    A row that is about to change is updated just before. The table's dirty rows stay the same until the end.
+    A row that a cut is about to change is updated first. The table's dirty rows stay the same until the end.
     """
 
     def __init__(self, table: ViewTable, ids: Ids, norms: Floats, number: int) -> None:
@@ -429,7 +429,7 @@ class RowUpdate:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Bind the rows to their present values, whatever changes later."""
+        """Fix the present values: from now on, each row is updated before the source changes it."""
         self._table.source.before_change.append(self._before_change)
 
     def go_on(self) -> bool:

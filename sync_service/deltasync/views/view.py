@@ -41,7 +41,7 @@ class View:
     """
 
     def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
-        """Make a new view, or one from its record in the log, which `Model.recover` rebuilds by its `replay`."""
+        """Make a new view, or one from its record in the log; `Model.recover` then rebuilds it with `replay`."""
         self.owner = consumer
         self.model = model
         self.seals = model.seals
@@ -59,7 +59,7 @@ class View:
         """The present state. The returned object never changes; a later state replaces it."""
         return self._maker.state
 
-    # The interface `Feed`, which models have too.
+    # The interface `Feed`, which models also implement.
 
     @property
     def history(self) -> str:
@@ -123,8 +123,9 @@ class View:
     def behind_ns(self, number: int, policy: Policy) -> int:
         """Nanoseconds for which a replica at `number` has lacked the newest rows that the policy sends.
 
-        It counts from a later release, or from when one was due, for a later version or for the backlog. A due
-        release may not exist, since none is made while no replica is connected. `FOREVER_NS` or more if unknown.
+        The time begins when the next release was made, or when one became due for a newer version or the backlog.
+        A due release may be missing, because none is made while no replica is connected. `FOREVER_NS` or more if
+        unknown.
         """
         now_ns, succession = steady_ns(), self._maker.history.succession
         later_release_ns, age_ns = succession.behind_ns(number, now_ns), succession.age_ns(number, now_ns)
@@ -149,8 +150,9 @@ class View:
         return self._maker.history.version_of(number)
 
     def may_serve(self, policy: Policy) -> bool:
-        """Whether replicas may get the present tables: those of the policy or, if these cannot be made, older ones
-        of the same mode.
+        """Whether replicas may get the present tables.
+
+        They may if the tables fit the policy, or have its mode and cannot be replaced by tables that fit.
         """
         if not self.tables:
             return False
@@ -198,8 +200,10 @@ class View:
     async def prepare(
         self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] | None = None
     ) -> None:
-        """Make the tables of the policy in its form. If some are missing, a release creates them with all rows and
-        takes rows of the others as the policy allows; see `make_release`.
+        """Ensure that the view has the policy's tables in the policy's form.
+
+        If some are missing, a release creates them with all rows, and takes rows of the others as the policy
+        allows; see `make_release`.
 
         Raises:
             InvalidInput: a newer table does not fit the policy. The view is unchanged, with the reason in
@@ -263,7 +267,6 @@ class View:
             Why the view cannot continue, so that its replicas need every row from a new view. Empty if it can.
 
         Raises:
-            StorageFailed: the log cannot be read.
             StorageFailed: the log cannot be read.
         """
         replay = self.replay

@@ -122,7 +122,7 @@ def of_connection(error: grpc.RpcError) -> bool:
 
 
 def is_final(error: DeltasyncError) -> bool:
-    """Whether repeating the call cannot help."""
+    """Whether the same call would fail again."""
     return not isinstance(error, Superseded | Damaged | LimitReached | StorageFailed | ServiceUnavailable)
 
 

@@ -88,7 +88,7 @@ def _member(kind: type[N], number: int, words: str) -> N:
 
 
 def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
-    """Read from a message in which form a subscriber gets a table.
+    """Read the form in which a subscriber gets a table.
 
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
@@ -100,7 +100,7 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
-    """Write to a message in which form a subscriber gets a table."""
+    """Write the form in which a subscriber gets a table."""
     message = table_to_message(delivery.spec)
     message.sent_as = delivery.value_type.number if delivery.value_type else message.value_type
     return message
@@ -153,13 +153,13 @@ def position_to_message(position: Position) -> tables_pb2.Position:
     return tables_pb2.Position(history=position.history, version=position.number, seal=position.seal)
 
 
-# Limit of ids in one message: 1 MiB. Each table in it counts as some more ids, for its own bytes.
+# Limit of ids in one message, 1 MiB. Each table in it counts as 4 more ids.
 MOST_IDS = 131_072
 _TABLE_IDS = 4
 
 
 def changed_to_messages(tables: Sequence[tuple[int, Ids]]) -> Iterator[publish_pb2.ChangedRows]:
-    """Write ids of rows ([n], ascending) by the index of their table to messages; the last one is marked."""
+    """Write row ids ([n], ascending) by index of their table to messages. The last message is marked."""
     message, room = publish_pb2.ChangedRows(), MOST_IDS
     for table, ids in tables:
         at = 0
@@ -181,7 +181,7 @@ def changed_from_message(message: publish_pb2.ChangedRows) -> list[tuple[int, Id
         InvalidInput: the bytes are not a multiple of 8.
     """
     if any(len(each.ids) % ID_TYPE.itemsize for each in message.tables):
-        raise InvalidInput("the ids of a ChangedRows message have a number of bytes that is not a multiple of 8")
+        raise InvalidInput("ids of a ChangedRows message: expected a multiple of 8 bytes")
     return [(each.table, np.frombuffer(each.ids, "<i8").astype(ID_TYPE)) for each in message.tables]
 
 

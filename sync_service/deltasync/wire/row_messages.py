@@ -17,7 +17,7 @@ from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
-# Ids, digests and values of a chunk. This size is faster than 64 KiB and 4 MiB, and is below gRPC's own limit.
+# Bytes of a chunk's ids, digests and values. Faster than 64 KiB and 4 MiB, and below gRPC's own limit.
 CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = 1 << 20
 
@@ -90,7 +90,7 @@ def before_values(ids: Ids, digests: RowDigests | None, value_bytes: int) -> Pie
 
 
 def encoded(rows: RowBatch) -> RowBatch:
-    """The rows as views of their `Rows` message, which is written if they were not received in one."""
+    """The rows as views of their `Rows` message. Writes the message unless the rows were received in one."""
     return rows if rows.encoded is not None else _views_of(memoryview(b"".join(rows_pieces(rows))), rows)
 
 
@@ -245,7 +245,7 @@ class ReceivedRows(Generic[End]):
 
     Attributes:
         step: the optimizer step of the cut.
-        rows: slots and their rows. The iterator reads each message when it gets there.
+        rows: slots and their rows. The iterator reads each message only when it reaches it.
         end: the end of a whole part or release; None for a chunk.
     """
 

@@ -117,7 +117,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
             opening(tables=[parameter("a", "c"), parameter("b", "c")]),
             "'b' has the alias 'c', which another table uses",
         ),
-        "rank": (opening(rank=1), "rank 1 of a world of 1"),
+        "rank": (opening(rank=1), "rank 1: expected 0 to 0"),
         "world of none": (opening(world_size=0), "world size 0"),
         "vast world": (opening(world_size=65_537), "world size 65537"),
         "no tables": (opening(tables=[], shards=[]), "no tables"),
@@ -139,7 +139,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
         ),
         "map of no table": (
             publish_open(tables=[USER, map_of(ITEM, 30)], shards=[]),
-            f"table 'raw_ids' belongs to {ITEM.name!r}, which is no embedding table of the run",
+            f"table 'raw_ids' belongs to {ITEM.name!r}, not an embedding table of the run",
         ),
         "map of rows outside": (
             publish_open(tables=[USER, map_of(USER, 41)], shards=[]),
@@ -150,7 +150,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
         "first nothing": (publish_pb2.PublishRequest(), "expected one open message"),
     },
     CONTRADICTION: {
-        "size of the run": (opening(world_size=2), "run run-1 has 1 rank, this rank says 2"),
+        "size of the run": (opening(world_size=2), "run run-1 has 1 rank, this rank reports 2"),
         "older run": (publish_open(run="run-0", started=0), "run run-0 began before run run-1"),
         "other rows": (
             publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
@@ -396,7 +396,7 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
         stub: Any = channel.stream_stream(f"/deltasync.v1.{method}")
         with pytest.raises(grpc.RpcError) as error:
             list(stub(iter(contents), timeout=10))
-    said = f"/deltasync.v1.{method}: {len(contents[-1])} bytes are not a valid protobuf of its type"
+    said = f"/deltasync.v1.{method}: {len(contents[-1])} bytes are not a valid message of this method"
     assert (error.value.code(), error.value.details()) == (INVALID, said)
     assert state_of(service) == before
 

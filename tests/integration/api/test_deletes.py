@@ -153,7 +153,7 @@ def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
     arguments = ["delete", "clicks", USER.name, "5", "1", *service]
     done = CliRunner(env={"DELTASYNC_TOKEN": TOKEN}).invoke(rows, arguments)
     assert done.output == (
-        f"requested the delete of 2 rows of table {USER.name} of model clicks: run run-1 deletes "
+        f"requested the deletion of 2 rows of table {USER.name} of model clicks: run run-1 deletes "
         "them with one of its next cuts\n"
     )
     titles, line = CliRunner().invoke(rows, ["pending", *service]).output.splitlines()

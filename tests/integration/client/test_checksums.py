@@ -74,13 +74,13 @@ def expected(trainer: Trainer, consumer: str) -> dict[str, bytes]:
 
 def damages(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the service's log says of them."""
-    said = [record for record in caplog.records if "holds other rows than it was sent in" in record.getMessage()]
+    said = [record for record in caplog.records if "differ from those sent in" in record.getMessage()]
     assert all(record.levelno == logging.ERROR for record in said)
     return [record.getMessage() for record in said if record.name == "deltasync.events"]
 
 
 def damaged(consumer: str) -> str:
-    return f"replica damaged: consumer={consumer} replica=a holds other rows than it was sent in user"
+    return f"replica damaged: consumer={consumer} replica=a its rows differ from those sent in user"
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

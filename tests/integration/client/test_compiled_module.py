@@ -290,7 +290,7 @@ def with_table(table: TableSpec) -> Any:
 @pytest.mark.parametrize(
     ("table", "has"),
     [
-        (TableSpec("over.unused", 1, 3), "or nothing that was compiled reads it, such as num_batches_tracked"),
+        (TableSpec("over.unused", 1, 3), "or the compiled code does not read it, like num_batches_tracked"),
         (TableSpec("over.layers.2.bias", 1, 2), "the module has over.layers.2.bias of shape [1]"),
         (
             TableSpec("over.layers.0.bias", 1, 8, np.dtype("<i4"), TableKind.PARAMETER),

@@ -165,7 +165,7 @@ def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: T
     with pytest.raises(NotFound, match="has no checkpoint for consumer 'predictors'"):
         stored_checkpoint(url, "predictors")
     admin_of(service).make_checkpoint("clicks")
-    with pytest.raises(Contradiction, match="ids only"):
+    with pytest.raises(Contradiction, match="has mode ids"):
         stored_checkpoint(url, "ids")
     for piece in (tmp_path / "checkpoints").rglob("*"):
         if piece.is_file() and "manifest" not in str(piece):

@@ -255,7 +255,7 @@ def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_
             assert [owner.get(path)[0] for path in ("/readyz", "/tables", "/consumers/predictors/lag")] == [
                 503
             ] * 3
-            assert "brokers do not answer" in owner.get("/readyz")[1]
+            assert "have not confirmed this process's lease" in owner.get("/readyz")[1]
             assert [owner.get(path)[0] for path in ("/status", "/metrics")] == [200] * 2
             for proxy in cluster.proxies[cluster.name_of(owner)]:
                 proxy.go_on()

@@ -145,7 +145,7 @@ def test_cuts_go_on_while_no_checkpoint_can_be_written(
         assert made["version"] == head.number
         assert service.get("/readyz") == (200, "ok\n")
     log = capfd.readouterr().err
-    assert "its checkpoint could not be written and is tried again" in log
+    assert "its checkpoint could not be written; this will be retried" in log
     assert "Traceback" not in log, log[log.find("Traceback") - 500 :][:3000]
 
 

@@ -302,7 +302,7 @@ def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_kill
     process.logs.close()
     after = Process(process.logs._options, "b")
     assert [number for number, *_ in content(after.open(), "cuts/m")] == list(range(80))
-    assert after.logs.risks()[-1].endswith("see --log-monitor")
+    assert after.logs.risks()[-1].endswith("set --log-monitor")
     after.logs.close()
 
 
@@ -317,7 +317,7 @@ def test_brokers_without_a_majority_take_nothing_and_lose_nothing(three: Brokers
     with pytest.raises(TimeoutError):
         write.result(4)
     process.logs.lost("clicks")
-    assert "look at the brokers" in log.volume.trouble
+    assert "check the brokers" in log.volume.trouble
     for each in three.brokers[:2]:
         three.start(each)
     three.wait()

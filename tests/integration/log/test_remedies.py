@@ -148,7 +148,7 @@ def test_a_backup_that_cannot_be_read_now_is_not_called_damaged(left: Left, tmp_
     marker.mkdir()
     said = restored(left.backups[1], tmp_path / "new")
     assert f"{marker} cannot be read: Is a directory" in said
-    assert said.rstrip().endswith("move the folder of that name away")
+    assert said.rstrip().endswith("move away the folder of that name")
     marker.rmdir()
     (left.backups[1] / "moved").rename(marker)
     assert not restored(left.backups[1], tmp_path / "new")

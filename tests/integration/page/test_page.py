@@ -148,7 +148,7 @@ def test_it_says_when_nothing_new_comes_although_it_is_connected(
     monkeypatch.setattr(Sampler, "_look", lambda _: ended.wait())
     before = page.locator("#time").inner_text()
     page.clock.fast_forward(11_000)
-    expect(page.locator("#connection.bad")).to_contain_text(f"Nothing new since {before}")
+    expect(page.locator("#connection.bad")).to_contain_text(f"No update since {before}")
     monkeypatch.undo()
 
 
@@ -239,7 +239,7 @@ def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> 
                 expect(page.locator("tr", has_text=consumer)).to_be_visible()
             page.goto(f"{process.http}/#/")
         cluster.kill(first)  # The page is of the second one.
-        expect(page.locator("#connection.warn")).to_have_text("Live: b; nothing of a")
+        expect(page.locator("#connection.warn")).to_have_text("Live: b; no answer from a")
         expect(page.get_by_role("link", name="mobile", exact=True)).to_be_visible()
         expect(page.locator("#connection.good")).to_have_text("Live: b")
         expect(
@@ -382,7 +382,7 @@ def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSyn
     cards = page.locator(".cards")
     expect(cards).to_contain_text("at least 1.0 MB/s")
     expect(cards).to_contain_text("at least 1 consumer")
-    expect(page.locator(".flow")).to_contain_text("1 in all, others unknown")
+    expect(page.locator(".flow")).to_contain_text("1 in total, others unknown")
 
 
 AWAY = [{"replica": "p", "reason": "away for 3 s: its connection was lost"}]
@@ -399,9 +399,9 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
     (
         "consumers",
         {"wrong": AWAY, "connected": 0},
-        {SYNC: "In sync?all but 1 replica1 consumer, look at 1 of 1 replica", CONSUMER: "in sync"},
+        {SYNC: "In sync?all but 1 replica1 consumer, 1 of 1 replica to look at", CONSUMER: "in sync"},
     ),
-    ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, look at 1 of 1 replica"}),
+    ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, 1 of 1 replica to look at"}),
     ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, but not verified"}),
     ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?unknown"}),
     ("consumers", UNKNOWN, {SYNC: "In sync?1 of 1 not", CONSUMER: "waiting"}),

@@ -77,7 +77,7 @@ def test_a_service_comes_back_with_another_clock_than_its_peers(tmp_path: Path, 
             if ahead > 0:
                 assert later.publish_all().number == head.number + 1
             else:  # It cannot be told from a run of a machine whose clock is ahead, which nobody could follow.
-                with pytest.raises(Contradiction, match="ahead of the service's clock: set the clocks right"):
+                with pytest.raises(Contradiction, match="ahead of the service's clock: synchronise the clocks"):
                     later.publish_all()
 
 

@@ -54,7 +54,7 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
         config.write_text(SECOND)
         service.send_signal(signal.SIGHUP)
         line = service.wait_for_line("configuration reloaded: ")
-        assert "limit streams: 7, was 1000; limit message_bytes: 5000000 from the next start on; created" in line
+        assert "limit streams: 7, was 1000; limit message_bytes: 5000000 after the next start; created" in line
         assert "created: three; changed: two; refused: one; other settings apply at the next start" in line
         assert service.terminate() == 0
 

@@ -74,7 +74,7 @@ def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
                     code, text = stream.refusal()
                 assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert f"no room for tables of model '{model}'" in text
-                assert "are free of memory: give the service more memory" in text
+                assert "bytes of memory are free: give the service more memory" in text
             elif kind == 1:
                 other = TableSpec(USER.name, 40, 9)
                 with RankStream(service.grpc, tables=[other], shards=[], run="later", started=2) as stream:

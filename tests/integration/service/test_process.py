@@ -89,7 +89,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
         ),
         (
             ("--data-dir", "{}/file/data"),
-            r"{}/file/data cannot be made: Not a directory \(.*\): move the file of that name away, or choose "
+            r"{}/file/data cannot be made: Not a directory \(.*\): move away the file of that name, or choose "
             "another --data-dir$",
         ),
         (("--consumer", "a/b=m"), "consumer name 'a/b'"),

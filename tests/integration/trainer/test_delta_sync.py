@@ -326,9 +326,7 @@ def test_a_run_from_a_checkpoint_may_leave_out_others(service: ServiceProcess) -
 
 def test_what_is_left_out_must_be_there() -> None:
     options = SyncOptions(service="localhost:1", model="clicks", fqns_to_skip=["item", "items"])
-    with pytest.raises(
-        InvalidInput, match="fqns_to_skip: 'items' is no table and no part of one; tables: user, over"
-    ):
+    with pytest.raises(InvalidInput, match="fqns_to_skip: 'items' matches no table; tables: user, over"):
         DeltaSync(Shop(10, items=7), options)
 
 

@@ -158,7 +158,7 @@ def test_an_embedding_that_is_tied_is_one_too(running: RunningService) -> None:
             replica.wait_for(sync.flush(WAIT), WAIT)
         (table,) = running.get_json("/tables")
     assert (table["table"], table["kind"]) == ("item", "embedding")
-    with pytest.raises(InvalidInput, match="'above' is no table and no part of one; tables: item"):
+    with pytest.raises(InvalidInput, match="'above' matches no table; tables: item"):
         DeltaSync(trained, SyncOptions(service=running.grpc, model="other", fqns_to_skip=["above"]))
     torch.testing.assert_close(served.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_ranked_is_said_at_the_attachment_and_in_lag(
     with sync, follow(running, "dense", NumpyTarget()) as replica:
         replica.wait_for(sync.flush(WAIT).number, WAIT)
         reason = running.get_json("/consumers/dense/lag")["reason"]
-    assert "cannot rank or quantise over.bias, over.weight, which are no embedding tables" in reason
+    assert "cannot rank or quantise over.bias, over.weight, which are not embedding tables" in reason
 
 
 def test_what_is_left_out_is_neither_checked_nor_called_published(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ def test_so_many_may_be_taken_and_no_more() -> None:
 def test_other_limits_are_taken_over_but_for_those_that_are_fixed() -> None:
     limits = Limits(LimitOptions(streams=2))
     said = limits.take(LimitOptions(streams=1, message_bytes=1000))
-    assert said == "limit streams: 1, was 2; limit message_bytes: 1000 from the next start on"
+    assert said == "limit streams: 1, was 2; limit message_bytes: 1000 after the next start"
     assert limits.options == LimitOptions(streams=1)
     assert limits.take(limits.options) == ""
 

@@ -438,7 +438,7 @@ def _files(folder: Path) -> set[Path]:
 
 def test_a_folder_that_is_a_file_is_named(world: Checkpointed, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(PlaceFailed, match="move the file away"):
+    with pytest.raises(PlaceFailed, match="move away the file"):
         world.write()
 
 

@@ -363,7 +363,7 @@ WITHOUT_ITS_TABLE = [dataclasses.replace(USER, dim=9), MAP]
         (
             lambda: model_of(hashing(max_probe=1)),
             lambda: {"ids": {3: hashed_to(5)}},
-            "and 0 others: total_num_buckets (4), max_probe (1)",
+            ": total_num_buckets (4), max_probe (1), input_hash_size (0)",
         ),
         (
             lambda: model_of(hashing()),

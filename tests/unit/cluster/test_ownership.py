@@ -205,9 +205,9 @@ async def test_a_model_that_nobody_can_take_is_logged_once_for_each_reason(world
     assert len(tries) > 2
     for each in tries:
         log(each)
-    assert lines == ["its takeover failed and is tried again: no space"]
+    assert lines == ["its takeover failed and will be retried: no space"]
     log(replace(tries[0], error=StorageFailed("no brokers")))
-    assert lines[1:] == ["its takeover failed and is tried again: no brokers"]
+    assert lines[1:] == ["its takeover failed and will be retried: no brokers"]
 
 
 @in_world()
@@ -282,7 +282,7 @@ async def test_of_two_with_one_name_the_earlier_one_gives_way(world: World) -> N
     await pass_time(world, [owner, again, *others], 4)
     assert not owner.ownership.confirmed
     assert not owner.models.opened
-    assert "names must differ" in str([event.error for event in owner.events if event.error])
+    assert "use different names" in str([event.error for event in owner.events if event.error])
     assert again.answers(MODEL)
 
 

@@ -244,8 +244,8 @@ def test_it_says_what_has_changed_and_what_has_not() -> None:
     wanted = [ConsumerOptions(name, "m", TOP) for name in ("new", "other", "same", "wrong")]
     wanted.append(ConsumerOptions("kept", "m"))
     assert outcome(before, after, wanted, {"wrong": "another model"}) == (
-        "created: new; changed: other; unchanged: same, kept; refused: wrong; not in it and unchanged: gone; "
-        "other settings apply at the next start"
+        "created: new; changed: other; unchanged: same, kept; refused: wrong; "
+        "not in the configuration and unchanged: gone; other settings apply at the next start"
     )
     assert outcome({}, {}, [], {}) == "no consumers; other settings apply at the next start"
 

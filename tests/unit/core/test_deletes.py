@@ -76,7 +76,7 @@ def test_only_rows_of_embeddings_inside_of_the_table_are_deleted() -> None:
     with pytest.raises(InvalidInput, match="'user': row id 12 is outside this rank's rows 0 to 11"):
         RowBatch.deletes(WHOLE, np.array([12])).check()
     buffer = TableSpec("norm", 12, 3, kind=TableKind.BUFFER)
-    with pytest.raises(InvalidInput, match="table 'norm' is of kind 'buffer': only embeddings are deleted"):
+    with pytest.raises(InvalidInput, match="table 'norm' is of kind 'buffer': only rows of embedding tables can"):
         RowBatch.deletes(Shard.whole(buffer), np.array([1])).check()
 
 

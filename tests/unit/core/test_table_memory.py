@@ -92,7 +92,7 @@ def test_memory_that_is_not_there_is_refused_with_both_numbers(monkeypatch: pyte
     machine(monkeypatch, 10 * MIB)
     memory = TableMemory()
     memory.check(10 * MIB, "table 'user'")
-    said = f"no room for table 'user': it takes {10 * MIB + 1} bytes, and {10 * MIB} are free of memory: give the "
+    said = f"table 'user': it takes {10 * MIB + 1} bytes, and {10 * MIB} bytes of memory are free: give the "
     with pytest.raises(StorageFailed, match=said):
         memory.check(10 * MIB + 1, "table 'user'")
     with pytest.raises(
@@ -105,10 +105,10 @@ def test_memory_that_is_not_there_is_refused_with_both_numbers(monkeypatch: pyte
 def test_something_is_left_for_everything_else(monkeypatch: pytest.MonkeyPatch, total: int, kept: int) -> None:
     machine(monkeypatch, kept + 5 * MIB, total=total)
     TableMemory().check(5 * MIB, "it")
-    with pytest.raises(StorageFailed, match=f"and {5 * MIB} are free"):
+    with pytest.raises(StorageFailed, match=f"and {5 * MIB} bytes of memory are free"):
         TableMemory().check(5 * MIB + 1, "it")
     machine(monkeypatch, kept - 1, total=total)
-    with pytest.raises(StorageFailed, match="and 0 are free"):
+    with pytest.raises(StorageFailed, match="and 0 bytes of memory are free"):
         TableMemory().check(1, "it")
 
 
@@ -118,7 +118,7 @@ def test_memory_that_was_promised_and_is_not_written_yet_is_not_promised_again(
     machine(monkeypatch, 10 * MIB)
     memory = TableMemory()
     array = memory.zeros((6 * MIB,), np.uint8)
-    with pytest.raises(StorageFailed, match=f"and {4 * MIB} are free"):
+    with pytest.raises(StorageFailed, match=f"and {4 * MIB} bytes of memory are free"):
         memory.check(5 * MIB, "it")
     machine(monkeypatch, 10 * MIB, private=6 * MIB)  # Once it is written, the system counts it itself.
     memory.check(10 * MIB, "it")
@@ -177,12 +177,14 @@ def test_arrays_may_be_freed_while_room_is_looked_for(monkeypatch: pytest.Monkey
 def test_files_take_no_more_than_their_volume_may_give() -> None:
     with small_volume(32 * MIB) as volume:
         memory = TableMemory(volume / "tables")
-        with pytest.raises(StorageFailed, match=rf"{31 * MIB} bytes, and \d+ are free on the volume of {volume}"):
+        with pytest.raises(
+            StorageFailed, match=rf"{31 * MIB} bytes, and \d+ bytes on the volume of {volume}/tables are free"
+        ):
             memory.check(31 * MIB, "it")
         with pytest.raises(StorageFailed, match=f"it takes {31 * MIB} bytes"):
             memory.zeros((31 * MIB,), np.uint8)
         array = memory.zeros((20 * MIB,), np.uint8)
-        with pytest.raises(StorageFailed, match="are free on the volume"):
+        with pytest.raises(StorageFailed, match=r"bytes on the volume of .* are free"):
             memory.check(20 * MIB, "it")
         array[:] = 1
         del array
@@ -216,7 +218,7 @@ def test_two_who_take_room_of_a_volume_at_once_are_not_promised_the_same(
 
     monkeypatch.setattr(os, "posix_fallocate", meanwhile)
     memory.zeros((6 * MIB,), np.uint8)
-    assert f"and {4 * MIB} are free" in refused[0]
+    assert f"and {4 * MIB} bytes on the volume" in refused[0]
     memory.check(10 * MIB, "it")  # From here on the volume itself counts it.
 
 

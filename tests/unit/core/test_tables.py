@@ -141,8 +141,8 @@ OF_MAP: dict[str, Any] = {"kind": TableKind.ID_MAP, "of": "t", "dim": 1, "dtype"
     [
         ({"dtype": INT64}, "values of type int64, expected one of float32, float16"),
         ({"kind": TableKind.BUFFER, "dtype": np.dtype("<c8")}, "values of type complex64, expected one of"),
-        ({"kind": TableKind.ID_MAP, "dtype": INT64, "dim": 1}, "names '' as its table"),
-        ({"kind": TableKind.BUFFER, "of": "other"}, "names 'other' as its table"),
+        ({"kind": TableKind.ID_MAP, "dtype": INT64, "dim": 1}, "belongs to table ''"),
+        ({"kind": TableKind.BUFFER, "of": "other"}, "belongs to table 'other'"),
         (OF_MAP | {"dtype": np.dtype("<f4")}, "has 1 values of float32 in a row, expected 1 of int64"),
         ({"kind": TableKind.ID_RANGES, "of": "t", "dtype": INT64}, "has 2 values of int64 in a row, expected 3"),
         ({"sizes": (0, 2)}, "of kind 'embedding': only parameters and buffers have a shape"),

@@ -170,7 +170,7 @@ async def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_w
     caplog.set_level("INFO")
     rank = await join(service, run="back", started=2, **back)
     assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
-    assert "2 rows are to be deleted again: a run continues from version 1, which has them" in caplog.text
+    assert "2 rows will be deleted again: a run continues from version 1, which has them" in caplog.text
     await asyncio.to_thread(put("x", None).result)
     assert (done.after(1), log_of(service).items("deleted/clicks/")) == ([], {})
 
@@ -230,7 +230,9 @@ async def test_what_a_request_waits_for_is_said(service: Service) -> None:
     partly = [Shard.whole(ITEM)]
     new = await join(service, run="new", started=2, tables=[ITEM], shards=partly, takes_deletes=True)
     assert new.deletes == []
-    assert waits(service) == "run new publishes no embedding table of that name; the next such run deletes them"
+    assert (
+        waits(service) == "run new publishes no embedding table of that name; the next run with one deletes them"
+    )
     await ask(service, [1], ITEM)
     assert "new deletes them with one" in waits(service, 1)
     new.end("")
@@ -292,7 +294,7 @@ async def test_requests_that_pile_up_are_refused(service: Service, monkeypatch: 
     await publish(service)
     await ask(service, [1, 2])
     with pytest.raises(
-        Contradiction, match="2 rows of model 'clicks' wait to be deleted, and 2 more exceed the limit of 3"
+        Contradiction, match="2 rows of model 'clicks' wait to be deleted, and 2 more would exceed the limit of 3"
     ):
         await ask(service, [1, 2])
 

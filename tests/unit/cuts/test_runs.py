@@ -23,10 +23,10 @@ LATER = NOW + MAX_AHEAD_NS + 7 * 10**9
     [
         (Run("a", 1, 2), None, True, "run a is the first"),
         (Run("a", 1, 2), Run("a", 1, 2), True, "run a is publishing"),
-        (Run("a", 1, 2), Run("a", 1, 4), False, "run a has 4 ranks, this rank says 2"),
+        (Run("a", 1, 2), Run("a", 1, 4), False, "run a has 4 ranks, this rank reports 2"),
         (Run("b", 2, 2), Run("a", 1, 4), True, "run b takes over from run a"),
         (Run("b", 1, 2), Run("a", 1, 2), False, "run b began before run a"),
-        (Run("b", 1, 2), Run("a", 2, 2), False, "which has taken over: stop it"),
+        (Run("b", 1, 2), Run("a", 2, 2), False, "which has taken over: stop run"),
         (Run("b", NOW + MAX_AHEAD_NS, 2), Run("a", 2, 2), True, "run b takes over from run a"),
         (
             Run("b", LATER, 2),
@@ -49,10 +49,10 @@ def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) ->
 @pytest.mark.parametrize(
     ("gone", "earlier", "yes", "later", "said"),
     [
-        (None, (), False, False, "run b began before run a, which has taken over: stop it"),
+        (None, (), False, False, "run b began before run a, which has taken over: stop run b"),
         (59.0, (), False, True, "once its ranks have been gone for 60 s, so far 59 s"),
         (60.0, (), True, False, "run b follows run a, whose ranks have been gone for 60 s"),
-        (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop it ("),
+        (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop run b ("),
     ],
 )
 def test_a_run_whose_clock_is_an_hour_behind_follows_one_that_is_gone(
@@ -86,7 +86,7 @@ def test_a_trainer_that_was_taken_over_stays_out_whatever_runs_it_begins(
 ) -> None:
     decision = may_publish(run, current, NOW, gone_seconds=1e9, earlier=earlier)
     assert (decision.yes, decision.later) == (yes, False)
-    assert yes or "which has taken over: stop it" in decision.reason
+    assert yes or "which has taken over: stop run" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, y
         ("c", Position("before the restore", 3, seal=7), 7, 3, "holds version 3, and gets the ids of later rows"),
         ("c", Position("before the restore", 5, seal=7), 7, None, "the run holds version 5, the newest one"),
         ("b", Position("h", 3, seal=7), 7, None, "run b published version 5 itself"),
-        ("c", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
-        ("b", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
-        ("c", Position("h", 5, seal=7), 8, False, "version 5 of a past that this history does not have"),
+        ("c", Position("h", 3, seal=7), 8, False, "version 3, which differs from that version of this history"),
+        ("b", Position("h", 3, seal=7), 8, False, "version 3, which differs from that version of this history"),
+        ("c", Position("h", 5, seal=7), 8, False, "version 5, which differs from that version of this history"),
         # Which past it is, nobody can tell.
         ("c", Position("h", 3), 8, False, "holds version 3, the newest one is 5"),
         ("c", Position("h", 3, seal=7), 0, False, "holds version 3, the newest one is 5"),

@@ -59,7 +59,7 @@ def test_a_data_directory_that_cannot_be_used_is_an_error_in_one_sentence(
 ) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(
-        StorageFailed, match=r"cannot be written to: Is a directory .*: move the folder of that name away"
+        StorageFailed, match=r"cannot be written to: Is a directory .*: move away the folder of that name"
     ):
         lock_data_directory(tmp_path)
     (tmp_path / "lock").rmdir()

@@ -34,7 +34,7 @@ def test_a_log_of_an_earlier_version_is_refused_and_left_alone(
     with pytest.raises(StorageFailed) as refused:
         check_log(log, tmp_path / "checkpoints")
     assert str(refused.value) == (
-        "an older version of deltasync wrote the log, before data format 1, which cannot be read: "
+        "an older version of deltasync wrote the log in a format that this version cannot read: "
         "start with an empty --data-dir, and let the trainer publish its models"
     )
     assert repr(disk) == before

@@ -131,7 +131,7 @@ def _lose_checkpoints(copy: Path) -> None:
 
 
 SAVED = "without another checkpoint, after the next load, the trainer has to send the rows of version 5"
-PASSED_OVER = "of model 'clicks' cannot be loaded: that of version 2 and more of the log are used"
+PASSED_OVER = "of model 'clicks' cannot be loaded: the service uses that of version 2 and more of the log"
 
 
 @pytest.mark.parametrize(

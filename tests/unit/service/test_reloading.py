@@ -152,7 +152,7 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         await refused.wait()
         while "broken disk" not in service.models.reload_reason("clicks"):
             await asyncio.sleep(0)
-        reason = "in row 3; the reload failed and is tried again: the checkpoint is on a broken disk"
+        reason = "in row 3; the reload failed and will be retried: the checkpoint is on a broken disk"
         assert reason in not_ready(checks(sources(service)))
         assert reason in model_overviews(service.models)[0].trouble
         (consumer,) = consumer_overviews(service.models, service.registry, [])
@@ -164,7 +164,7 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         with pytest.raises(ServiceUnavailable, match="is being reloaded; try again"):
             await change(service, session, 2, [7])
         error = PlaceFailed("the checkpoints are away")
-        while "tried again: the checkpoint is on a broken disk; the checkpoints are away" not in (
+        while "will be retried: the checkpoint is on a broken disk; the checkpoints are away" not in (
             model_overviews(service.models)[0].trouble
         ):
             await asyncio.sleep(0.001)

@@ -83,7 +83,7 @@ async def test_where_there_is_no_room_tables_are_refused_with_both_numbers(tmp_p
             wider = replace(WIDE, name="wider", rows=1 << 19)
             for model, run in (("clicks", "later"), ("another", "first")):
                 with pytest.raises(
-                    StorageFailed, match=rf"no room for .* bytes, and .* are free on the volume of {scratch}"
+                    StorageFailed, match=rf"no room for .* bytes, and .* bytes on the volume of {scratch} are free"
                 ):
                     await join(service, model=model, run=run, started=2, tables=[WIDE, wider], shards=[])
             assert list(service.models) == ["clicks"]
@@ -107,7 +107,7 @@ async def test_a_model_that_finds_no_room_at_the_start_waits_for_it_and_keeps_no
             while len([each for each in told if "failed: model=clicks" in each]) < 2:
                 await asyncio.sleep(0.001)
             assert list(service.models) == ["small"]
-            said = "model 'clicks' is still recovering: no room for table 'wide': it takes .* free on .* make room"
+            said = "model 'clicks' is still recovering: no room for table 'wide': it takes .* are free: make room"
             assert re.match(said, not_ready(checks(sources(service))))
             filler.unlink()
             await recovery

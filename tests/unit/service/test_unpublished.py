@@ -69,7 +69,7 @@ def traces(service: Service) -> list[Any]:
 
 
 def no_room(_: TableMemory, nbytes: int, what: str) -> None:
-    raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 are free of memory")
+    raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 bytes of memory are free")
 
 
 def refused(*_: Any) -> Future[None]:

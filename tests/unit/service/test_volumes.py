@@ -27,7 +27,7 @@ from deltasync.status.readiness import checks, not_ready
 
 
 def no_memory(_: TableMemory, nbytes: int, what: str) -> None:
-    raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 are free of memory")
+    raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 bytes of memory are free")
 
 
 @in_service()

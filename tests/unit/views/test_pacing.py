@@ -45,7 +45,7 @@ def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> 
     [
         (situation(newest=5, compared=4, released=0.001), 0.0, "version 5 is new"),
         (situation(newest=6, compared=5, left=3, released=0.001, sealed=[9, 6, 3]), 0.0, "version 6 is new"),
-        (situation(left=7, released=1, sealed=[9, 6, 3]), 5.0, "7 rows are left of the last release"),
+        (situation(left=7, released=1, sealed=[9, 6, 3]), 5.0, "7 rows are left from the last release"),
         (situation(released=1000), None, "nothing has changed since the last release"),
         *(
             (

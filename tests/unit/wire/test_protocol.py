@@ -23,5 +23,5 @@ def test_what_is_no_number_is_refused(said: str) -> None:
 
 
 def test_the_page_of_the_protocol_has_its_number() -> None:
-    assert f"This page describes protocol {PROTOCOL}." in PAGE.read_text()
+    assert f"- Send `deltasync-protocol: {PROTOCOL}` with every call." in PAGE.read_text()
     assert ": ".join(protocol_to_metadata()) in PAGE.read_text()

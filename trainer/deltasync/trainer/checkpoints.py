@@ -26,7 +26,7 @@ from deltasync.trainer.sync import DeltaSync
 
 logger = logging.getLogger(__name__)
 
-# The format of a checkpoint's folder, and the file with its number.
+# The format of a checkpoint folder, and the name of the file that records it.
 _FORMAT, _FORMAT_FILE = 1, "format"
 _KEPT = 2
 _NAME = re.compile(r"step-[0-9]{12}")
@@ -36,9 +36,9 @@ _PARTIAL = "partial"
 class TrainerCheckpoints:
     """Writes and loads checkpoints of a run. Keeps the last two, in folders `step-NNN`.
 
-    All ranks call the same methods after the same steps, and see the same files. Training only waits until its
-    state is copied to host memory. Another thread writes it to the folder `partial`, in a separate process group,
-    and renames that folder.
+    All ranks call the same methods after the same steps, and share the folder. Training only waits until its state
+    is copied to host memory. Another thread, with its own process group, writes the state to the folder `partial`
+    and then renames that folder.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TrainerCheckpoints:
         logger.info("checkpoint %s is written", folder)
         try:
             for older in checkpoints_in(self._folder)[:-_KEPT]:
-                older.rename(partial)  # So that no half-deleted checkpoint keeps its name.
+                older.rename(partial)  # A half-deleted folder must not look like a complete checkpoint.
                 shutil.rmtree(partial)
         except OSError as error:  # Another process may be reading it. The next checkpoint tries again.
             logger.warning("an older checkpoint could not be removed: %s", error)
@@ -175,8 +175,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     """Continue from a checkpoint, before the first step. The number of ranks may differ.
 
     Raises:
-        InvalidInput: the checkpoint has a newer format, or lacks the sync state of a rank because the run ended
-            while it was written.
+        InvalidInput: the checkpoint has a newer format, or lacks a rank's sync state because the run ended while
+            the checkpoint was being written.
     """
     file = folder / _FORMAT_FILE
     text = file.read_text(errors="replace").strip() if file.exists() else ""
@@ -185,7 +185,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    # Mapped, because this rank reads only its own rows of other ranks' files.
+    # Map the files instead of loading them: this rank needs only its own rows of the other ranks' states.
     files = sorted(folder.glob("sync-*.pt"))
     sync.load_state_dict([torch.load(file, weights_only=True, mmap=True) for file in files])
 

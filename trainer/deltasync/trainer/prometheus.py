@@ -1,4 +1,4 @@
-"""Metrics of a trainer's rank for Prometheus."""
+"""Prometheus metrics of a trainer's rank."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ class TrainerCollector(Collector):
         self._sync, self._of = weakref.ref(sync), (model, str(rank))
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of the rank."""
+        """Return the current metrics, without those of a `DeltaSync` that no longer exists."""
         yield from self._of_sync(sync.metrics()) if (sync := self._sync()) else ()
         build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
         build.add_metric((built_version(),), 1)
@@ -41,17 +41,17 @@ class TrainerCollector(Collector):
 
 
 def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: int = 0) -> None:
-    """Answer `/metrics` from a thread, until the process ends.
+    """Serve `/metrics` from a thread until the process ends.
 
     Args:
-        sync: read at each scrape.
-        model: name of its model.
-        rank: number of this process.
-        address: HOST:PORT of the first rank of a machine, or of a pod.
-        offset: added to the port: number of the rank on the machine or in the pod.
+        sync: the source of the metrics.
+        model: name of the model, for the label `model`.
+        rank: rank of this process, for the label `rank`.
+        address: HOST:PORT of the first rank on a machine or in a pod.
+        offset: number to add to the port: the local rank on the machine or in the pod.
 
     Raises:
-        InvalidInput: `address` is no HOST:PORT, or the port cannot be listened on.
+        InvalidInput: `address` is not HOST:PORT, or this process cannot listen on the port.
     """
     try:
         host, port = host_and_port(address)

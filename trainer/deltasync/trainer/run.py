@@ -1,4 +1,4 @@
-"""This rank's training run: its publisher, and the cut under way. In the thread that trains."""
+"""This rank's training run in the service: its publisher and its current cut. For the training thread."""
 
 import time
 from collections.abc import Sequence
@@ -17,13 +17,14 @@ from deltasync.trainer.tracking.tracker import Tracker
 
 
 class TrainingRun:
-    """The run of this trainer in the service. It begins when it first connects.
+    """The run of this trainer in the service. It begins when this first connects.
 
-    Beginning it again, after a resharding say, keeps its start and its id's first part: a run of another trainer
-    that began later, and has taken over, stays the later one.
+    After a resharding or a loaded checkpoint, the trainer continues under a new run id with the same first part,
+    and with nearly the same start time. A run of another trainer that began in between therefore still counts as
+    the later one.
 
     Attributes:
-        publisher: the connected publisher; None before, and after `disconnect`.
+        publisher: the publisher; None before `connect` and after `disconnect`.
         position: the position that the run builds on.
         versions: the published versions, for going back to an earlier one.
     """
@@ -52,13 +53,13 @@ class TrainingRun:
         return self._earlier_connections + now
 
     def connect(self) -> Publisher:
-        """Return the publisher; make one if there is none. All ranks call this together, without a cut under way.
+        """Return the publisher, or make one. All ranks call this together, while no cut is in progress.
 
-        After a resharding, ranks have other shards, which a run of another id announces.
+        After a resharding, ranks have other shards, and announce them under a new run id.
 
         Raises:
-            InvalidInput: on this rank alone, a file with its token or its certificates cannot be read now. The
-                collectives are complete by then.
+            InvalidInput: this rank cannot read the file of its token or certificates. Other ranks may succeed. The
+                collectives are complete at that point.
         """
         if self._announced != self._tracker.attachments:
             self.disconnect()
@@ -72,12 +73,12 @@ class TrainingRun:
         return self.publisher
 
     def note_sealed(self, position: Position, cursor: int) -> None:
-        """Note that a cut is sealed, with all rows that the tracker had stamped up to a cursor."""
+        """Record that a cut is sealed. It has all rows that the tracker had stamped up to `cursor`."""
         self.position = position
         self.versions.add(position, cursor)
 
     def go_on_from(self, position: Position, versions: PublishedVersions) -> None:
-        """Build on a checkpoint, as a run of another id: this one may have published later versions."""
+        """Continue from a checkpoint under a new run id, because this run may have published later versions."""
         self.disconnect()
         self.position = position
         self.versions = versions
@@ -90,7 +91,7 @@ class TrainingRun:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close the connection, and give up a part under way."""
+        """Close the connection and drop a part that is not sealed."""
         if self.publisher:
             self.publisher.abort()
             self._earlier_connections += self.publisher.connection.connections
@@ -110,22 +111,22 @@ class TrainingRun:
 
 
 class CutUnderWay:
-    """This rank's part of a cut. In the thread that trains.
+    """This rank's part of a cut, for the training thread.
 
     Attributes:
-        part: what is published; without rows until they have arrived.
+        part: the part; without rows until they have arrived in host memory.
         token: acknowledges the rows.
-        changes: the tracker's when the rows were read.
+        changes: `Tracker.changes` when the rows were read.
     """
 
     def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
-        """Publish a delta. Where its rows are on their way from a GPU, a thread waits for them first.
+        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them.
 
         Args:
             publisher: sends the part.
             delta: the rows.
-            part: everything else of the part.
-            changes: the tracker's when the rows were read.
+            part: the part without its rows.
+            changes: `Tracker.changes` when the rows were read.
 
         Raises:
             DeltasyncError: the publisher cannot send such a part.
@@ -146,7 +147,7 @@ class CutUnderWay:
             arrivals.shutdown(wait=False)
 
     def note_arrival(self, *, wait: bool = False) -> DeltasyncError | None:
-        """Note whether the rows were published, or wait for it. Return why they cannot be."""
+        """Check whether the publisher has the rows, or wait until it has. Returns the error if it refused them."""
         if self._arrival and (wait or self._arrival.done()):
             arrival, self._arrival = self._arrival, None
             try:
@@ -157,18 +158,18 @@ class CutUnderWay:
 
     @property
     def answer(self) -> "Future[Position] | None":
-        """The service's answer: the position of the sealed cut, or an error. None until it has come."""
+        """The service's answer: the position of the sealed cut, or an error. None until it arrives."""
         return self._sealed if self._sealed and self._sealed.done() else None
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the service's answer, no longer than this; whether it has come."""
+        """Wait for the service's answer up to `seconds`. Returns whether it has arrived."""
         if self._sealed:
             wait_for([self._sealed], seconds)
         return self.answer is not None
 
     @property
     def seconds(self) -> float:
-        """How long the service took to answer, from when the rows were in host memory; so far, if it has not."""
+        """Time from the rows in host memory to the service's answer, or until now if it has not answered."""
         return (self._ended or time.perf_counter()) - self._started
 
     def _publish(self) -> "Future[Position]":

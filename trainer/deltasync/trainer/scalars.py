@@ -104,7 +104,7 @@ class _Sample:
         return cls(sync.tracker.steps, sync.metrics(), readings)
 
     def since(self, before: "_Sample") -> dict[str, float]:
-        """The metrics of publishing. Sums become their growth per step since an earlier sample."""
+        """The metrics of publishing, with each sum as its growth per step since an earlier sample."""
         metrics, steps = dict(self.metrics), self.step - before.step
         for name, per_step in SUMS.items():
             growth = metrics.pop(name) - before.metrics[name]
@@ -192,7 +192,7 @@ class Scalars:
         text = "scalars: %s takes more than %g s%s"
         logger.warning(text, self._busy_with, self._options.close_seconds, left)
 
-    # The thread of callbacks.
+    # Everything below runs in the thread of the callbacks.
 
     def _run(self) -> None:
         while sample := self._next():

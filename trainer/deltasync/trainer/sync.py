@@ -56,7 +56,7 @@ class DeltaSync:
 
     Attributes:
         tracker: the tracker of changed rows.
-        stats: figures of what was published.
+        stats: statistics of publishing.
     """
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
@@ -207,7 +207,7 @@ class DeltaSync:
 
         Raises:
             NotFound: the model has no such table.
-            InvalidInput: an id is outside of the table, or the table is not an embedding table.
+            InvalidInput: an id is outside the table, or the table is not an embedding table.
         """
         spec = next((spec for spec in self._tables if spec.name == table), None)
         if spec is None:
@@ -270,7 +270,7 @@ class DeltaSync:
             saved: the states of all ranks that saved the checkpoint; their number and sharding may differ.
 
         Raises:
-            InvalidInput: states are missing, of another checkpoint, or of a newer format, on this rank or another.
+            InvalidInput: on some rank, states are missing, belong to another checkpoint or have a newer format.
         """
         with begun_together("DeltaSync.load_state_dict"):
             check_states(saved)
@@ -456,7 +456,7 @@ class DeltaSync:
             )
 
 
-# A refusal seldom goes away by itself, and each attempt sends all changed rows.
+# A refusal rarely goes away without a change, and each attempt sends all changed rows.
 _LONGEST_PAUSE_SECONDS = 300.0
 
 

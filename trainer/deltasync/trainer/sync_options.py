@@ -55,7 +55,7 @@ class SyncOptions:
         publish_every: steps between cuts. While the previous cut is not sealed, a cut is skipped, and the next
             one publishes its rows.
         on_refusal: what a step does if publishing is refused or impossible. `flush` and `close` always raise.
-        dense: whether to also publish parameters and buffers outside of embedding tables.
+        dense: whether to also publish parameters and buffers outside embedding tables.
         fqns_to_skip: tables not to publish, each by its FQN, its name, one of its parents or any consecutive parts
             of its FQN. Rows from an earlier run stay in the service.
         verify: for debugging a model: compare all rows with a copy at every cut, and raise if changed rows would

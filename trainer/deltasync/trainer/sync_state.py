@@ -1,4 +1,4 @@
-"""The published versions of a model, in a checkpoint beside the states of the trackers."""
+"""The part of a checkpoint that says which versions of a model were published."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from deltasync.client import Position
 from deltasync.core.seal import newest_event_time
 from deltasync.trainer.checks import check_format
 
-# After losing more versions than this, a service is sent every row.
+# If the service has lost more versions than this, the trainer sends every row.
 _MOST = 1024
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class SyncState:
-    """The state of one rank, or of all ranks of a checkpoint together.
+    """The state of one rank, or the combined state of all ranks of a checkpoint.
 
     Attributes:
         position: the last sealed position; `Position()` if ranks share none.
-        versions: earlier ones.
-        event_time_unix_ns: the time of the newest event that was trained on; None if unknown.
+        versions: the published versions.
+        event_time_unix_ns: the time of the newest event that the model was trained on; None if unknown.
     """
 
     position: Position
@@ -33,7 +33,7 @@ class SyncState:
     event_time_unix_ns: int | None
 
     def save(self) -> dict[str, Any]:
-        """The state as `of_all` reads it: tensors and plain values."""
+        """The state as tensors and plain values, for `of_all`."""
         return {
             "history": self.position.history,
             "version": self.position.number,
@@ -44,11 +44,11 @@ class SyncState:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "SyncState":
-        """Combine the states of all ranks of a checkpoint, which `check_states` has checked."""
+        """Combine the states of all ranks of a checkpoint. Call `check_states` first."""
         versions = PublishedVersions.of_all(states)
         positions = [_position(state) for state in states]
         lowest = min(positions, key=lambda position: position.number)
-        # They differ in a checkpoint taken while a cut was being sealed.
+        # Positions differ if the checkpoint was saved while a cut was being sealed.
         shared = all(each == lowest for each in positions) or versions.cursor_at(lowest) is not None
         newest = newest_event_time(state["event_time_unix_ns"] for state in states)
         return cls(lowest if shared else Position(), versions, newest)
@@ -58,7 +58,7 @@ def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
     """Check that these are the states of all ranks of one checkpoint.
 
     Raises:
-        InvalidInput: some are missing, of another checkpoint, or of a newer format.
+        InvalidInput: states are missing, belong to another checkpoint or have a newer format.
     """
     if isinstance(saved, Mapping):
         raise InvalidInput("expected a list with the states of all ranks, got one state")
@@ -75,18 +75,18 @@ def _position(state: Mapping[str, Any]) -> Position:
 
 
 class PublishedVersions:
-    """The last 1,024 published versions, oldest first, by number and seal, whatever their history.
+    """Number, seal and tracker cursor of the last 1,024 published versions, oldest first.
 
-    With them, a trainer can go on from an earlier version with the rows that have changed since: if the service
-    has lost later versions, or if ranks were saved at different ones.
+    If the service has lost later versions, or ranks were saved at different ones, a trainer continues from an
+    earlier version and sends the rows that have changed since then.
     """
 
     def __init__(self, versions: Iterable[tuple[int, int, int]] = ()) -> None:
         self._versions = deque[tuple[int, int, int]](versions, _MOST)
 
     def add(self, position: Position, cursor: int) -> None:
-        """Note that all rows stamped up to `cursor` by the tracker were published when a version was sealed."""
-        if self._versions and cursor <= self._versions[-1][2]:  # The clock has started over.
+        """Add a sealed version, which has all rows that the tracker had stamped up to `cursor`."""
+        if self._versions and cursor <= self._versions[-1][2]:  # The tracker's clock has started again.
             self._versions.clear()
         self._versions.append((position.number, position.seal, cursor))
 
@@ -96,7 +96,7 @@ class PublishedVersions:
         return next(cursors, None) if position.seal else None
 
     def save(self) -> torch.Tensor:
-        """For a checkpoint: int64 [n, 3], number, seal (its bits) and cursor."""
+        """The versions for a checkpoint: int64 [n, 3] of number, seal (its bits) and cursor."""
         rows = np.array(self._versions, object).reshape(-1, 3)
         seals = rows[:, 1].astype(np.uint64).view(np.int64)
         return torch.from_numpy(
@@ -105,7 +105,7 @@ class PublishedVersions:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "PublishedVersions":
-        """The versions that all ranks of a checkpoint know, by the clock of a tracker that has loaded it.
+        """The versions that all ranks of a checkpoint share, with cursors for a tracker that has loaded it.
 
         Args:
             states: `DeltaSync.state_dict` of each rank.
@@ -121,7 +121,7 @@ def _key(position: Position) -> tuple[int, int]:
 
 
 def _cursors(state: Mapping[str, Any], shift: int) -> dict[tuple[int, int], int]:
-    """The cursor at each version that a rank knows, on a clock that is `shift` ahead of its own."""
+    """The cursor at each version of a rank, on a clock that is `shift` ahead of the rank's own."""
     rows = state["versions"].numpy()
     seals = rows[:, 1].copy().view(np.uint64)
     return {(int(row[0]), int(seal)): int(row[2]) + shift for row, seal in zip(rows, seals, strict=True)}

@@ -1,4 +1,4 @@
-// Makes elements and updates them in place, so that focus and scroll positions stay.
+// Makes elements and updates them in place, which keeps focus and scroll positions.
 
 import { UNKNOWN } from "./text.js";
 
@@ -64,7 +64,7 @@ export class Table {
   }
 }
 
-// Moving a row would take its focus, so the other rows move around it.
+// A row would lose the focus if it moved, so the other rows move around it.
 function order(body, rows) {
   rows.forEach((row, at) => {
     if (row.contains(document.activeElement)) while (body.children[at] !== row) body.append(body.children[at]);

@@ -16,7 +16,7 @@ export function consumerLink(name) {
 
 // Records the throughput, whatever view is open.
 export function note({ unix_ms, rates }) {
-  if (unix_ms === throughput.times.at(-1)) return; // Only another process had news.
+  if (unix_ms === throughput.times.at(-1)) return; // Only another process has reported.
   throughput.times.push(unix_ms);
   throughput.rows.push(rates.rows);
   throughput.bytes.push(rates.bytes);
@@ -53,7 +53,7 @@ class Flow {
     const states = [...new Set(status.consumers.map((each) => each.state))].sort((one, other) => urgency(one) - urgency(other));
     const of = (state) => status.consumers.filter((each) => each.state === state);
     const more = known(status) ? "" : ", others unknown";
-    fill(consumers, `${status.consumers.length} in all${more}`, states.map((state) => [`${of(state).length} ${state}`, worst(of(state).map(moodOf))]));
+    fill(consumers, `${status.consumers.length} in total${more}`, states.map((state) => [`${of(state).length} ${state}`, worst(of(state).map(moodOf))]));
     const wrong = status.consumers.flatMap((each) => each.wrong.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
     const left = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
     fill(replicas, `${sumOf(status.consumers, "connected")} of ${sumOf(status.consumers, "replicas")} connected${more}`, [...wrong.slice(0, WRONG_SHOWN), ...left]);
@@ -91,7 +91,7 @@ function processLines({ checks, troubles, work, probe, volumes }, name) {
   const lines = checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
   if (probe) lines.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
   lines.push(...troubles.map((each) => [each, "warn"]), ...work.map((each) => [each, ""]));
-  const room = (each) => (each.free_bytes === null ? "kept by brokers" : `${bytes(each.free_bytes)} free`);
+  const room = (each) => (each.free_bytes === null ? "stored by brokers" : `${bytes(each.free_bytes)} free`);
   lines.push(...volumes.map((each) => [`${each.volume}: ${each.refused || room(each)}`, each.refused ? "bad" : "good"]));
   return lines.map(([text, className]) => [`${name}${text}`, className]);
 }
@@ -162,8 +162,8 @@ export function overviewView() {
   const cuts = new Table("Cuts", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
     { title: "time of each phase", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
-    { title: "mostly", number: true, cell: (line) => mostly(line.seconds) },
-    { title: "in all", number: true, cell: (line) => inAll(line.seconds) },
+    { title: "slowest phase", number: true, cell: (line) => mostly(line.seconds) },
+    { title: "total", number: true, cell: (line) => inAll(line.seconds) },
     { title: "rows", number: true, cell: (line) => count(line.rows) },
     { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
     { title: "ago", number: true, cell: (line) => seconds(line.seconds_ago) },
@@ -188,7 +188,7 @@ export function overviewView() {
     const unproven = status.consumers.filter((each) => each.state === "delivered").length;
     const replicas = counted(sumOf(status.consumers, "replicas"), "replica");
     const wrong = wrongReplicas(status);
-    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} not verified`, wrong ? `look at ${wrong} of ${replicas}` : replicas];
+    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} not verified`, wrong ? `${wrong} of ${replicas} to look at` : replicas];
     say(cards.sync.more, `${least}${notes.filter(Boolean).join(", ")}`, wrong ? "bad" : "soft");
     // A consumer of an empty model cannot be behind.
     const followed = status.consumers.filter((each) => each.state !== "empty" && each.seconds !== null);

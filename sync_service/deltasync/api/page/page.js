@@ -110,7 +110,7 @@ function sayLive() {
 function sayStale() {
   const lost = newest === null || connection.classList.contains("lost");
   if (lost || performance.now() - heardMs < STALE_MS) return;
-  say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the connection is open`, "bad");
+  say(connection, `No update since ${clock(newest.unix_ms)}, although the connection is open`, "bad");
   say(time, "");
 }
 

@@ -5,7 +5,7 @@ import { follow, getJson, Refused } from "./stream.js";
 const AGAIN_MS = 2000;
 // A process reports about once a second, a very large one every few seconds.
 export const STALE_MS = 10_000;
-// The numbers that one process reports.
+// Numbers of cuts and events to show, as many as one process reports.
 const CUTS = 20;
 const EVENTS = 30;
 
@@ -52,8 +52,8 @@ export async function hearAll(heard, lost, signal) {
   while (!signal.aborted) await hear("");
 }
 
-// Bytes and rows per second of a process, or null if unknown. Counters restart with the process and with a consumer, so
-// a rate takes two reports over one connection between which no counter went back.
+// Bytes and rows per second of a process, or null if unknown. Counters restart with the process and with a consumer. A
+// rate therefore needs two reports over one connection, and is unknown if a counter decreased between them.
 function rates(before, now) {
   const passed = before ? (now.unix_ms - before.unix_ms) / 1000 : 0;
   const rate = (name, key, counter) => {
@@ -91,7 +91,7 @@ function together(all) {
   };
 }
 
-// Two processes may report one model; the one with its head owns it.
+// Two processes may report one model; the owner is the one that knows its head.
 function known(lines, key) {
   const owned = new Map();
   for (const line of lines) if (line.head !== null || !owned.has(line[key])) owned.set(line[key], line);

@@ -17,7 +17,7 @@ function headers(more) {
 async function answer(path, more, signal) {
   // A browser would follow a redirect to another process without the token.
   const response = await fetch(path, { headers: headers(more), cache: "no-store", redirect: "manual", signal });
-  if (response.type === "opaqueredirect") throw new Refused(307, "another process has this and is not connected yet");
+  if (response.type === "opaqueredirect") throw new Refused(307, "another process serves this, and this page is not connected to it yet");
   if (!response.ok) {
     const error = await response.json().catch(() => ({}));
     throw new Refused(response.status, error.message ?? `the service answered ${response.status}`);
@@ -29,7 +29,7 @@ export async function getJson(path) {
   return (await answer(path, {}, AbortSignal.timeout(SILENT_MS))).json();
 }
 
-// Joins the lists of several processes. A process without the name answers 404.
+// Joins the lists of several processes. A process that does not have the name answers 404.
 export async function getLists(addresses, path) {
   const answers = await Promise.allSettled(addresses.map((at) => getJson(at + path)));
   const lists = answers.filter((each) => each.status === "fulfilled");

@@ -76,7 +76,7 @@ class TargetChecksums:
         return {name: digests.checksum for name, digests in self._digests.items()}
 
     def look(self) -> dict[str, int]:
-        """Read one more block of rows; returns the checksum of each table that the target keeps, by name."""
+        """Read one more block of rows; return the checksum of each table that the target keeps, by name."""
         if self._digests:
             self._sweep([*self._digests.values()][self._sweeping % len(self._digests)])
         return self.by_table
@@ -95,7 +95,8 @@ class TargetChecksums:
         ends = time.monotonic() + seconds
         while self._unread:
             name, start = self._unread.popleft()
-            if digests := self._digests.get(name):  # The rows of a new table were read back as they came.
+            # Skip a table that is gone. A new one is not in `_unread`: its rows were read back as they arrived.
+            if digests := self._digests.get(name):
                 self._read_block(digests, start)
             if time.monotonic() >= ends:
                 break
@@ -131,7 +132,7 @@ class TargetChecksums:
             self._sweeping += 1
 
     def _read_block(self, digests: "TableDigests", start: int) -> int:
-        """Read a block of rows; returns their number."""
+        """Read a block of rows; return their number."""
         ids = np.arange(start, min(start + BLOCK_ROWS, digests.table.rows))
         digests.put(ids, self._read(digests, ids))
         return len(ids)
@@ -158,7 +159,7 @@ class TableDigests:
         self._digests = np.zeros(table.rows, np.uint64)
 
     def grown_to(self, table: TableSpec) -> "TableDigests | None":
-        """The digests of the table with new rows, zeros; None if its rows now have another form."""
+        """Extend the digests to new rows of the table, as zeros; None if rows now have another form."""
         more = table.rows - self.table.rows
         if more < 0 or replace(self.table, rows=table.rows) != table:
             return None
@@ -189,7 +190,7 @@ def _note(table: TableDigests, rows: RowBatch, digests: RowDigests) -> None:
         if damaged.any():
             text = "table %r: damaged on the way, or written incorrectly by the target: %s"
             logger.error(text, rows.table.name, ranges(rows.ids[damaged]))
-            # Record digests that cannot match the service's, whichever of both is wrong.
+            # Record digests that cannot match the service's, whichever of the two is wrong.
             digests = np.where(damaged, ~rows.digests, digests)
     table.put(rows.ids, digests)
 

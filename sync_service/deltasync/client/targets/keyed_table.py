@@ -76,7 +76,7 @@ class KeyedRows:
     """A read-only table of rows by key."""
 
     def __init__(self, places: "Places", rows: Values) -> None:
-        """Use rows at the places of their keys in `rows` ([at least 1, dim])."""
+        """Look up rows in `rows` ([at least 1, dim]), at the places of their keys."""
         self._places, self._rows = places, rows
 
     def __len__(self) -> int:
@@ -131,9 +131,9 @@ class Places(Protocol):
 
 
 class KeyedTable(KeyedRows):
-    """A table of rows by key that can be changed.
+    """A mutable table of rows by key.
 
-    Several threads may only look up at the same time; a change needs exclusive access.
+    Several threads may look up rows at the same time. A change needs exclusive access.
     """
 
     def __init__(self, dim: int, dtype: np.dtype[np.generic] | type[np.generic] = np.float32) -> None:
@@ -168,7 +168,7 @@ class KeyedTable(KeyedRows):
         self._rows[self._index.find(keys)] = values
 
     def erase(self, keys: Ids) -> Mask:
-        """Remove keys (int64 [n]) and their rows; returns a mask of the keys that existed: bool [n].
+        """Remove keys (int64 [n]) and their rows; return a mask of the keys that existed: bool [n].
 
         Raises:
             InvalidInput: keys of another type or shape; nothing was changed.

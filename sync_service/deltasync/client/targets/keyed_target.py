@@ -33,7 +33,7 @@ class KeyedTarget(LocalTarget["_KeyedCopy", "KeyedReading"]):
             reads: see `NumpyTarget`.
 
         Raises:
-            InvalidInput: `reads` is something else.
+            InvalidInput: `reads` is not "pause" or "copies".
         """
         copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
         super().__init__(reads, [(each, KeyedReading(tables=each.tables)) for each in copies])
@@ -142,7 +142,7 @@ class _Table:
 
     @classmethod
     def with_room(cls, table: TableSpec, current: "_Table | None") -> "_Table":
-        """A table with room for all rows and the rows of `current`."""
+        """A table with the rows of `current` and room for all others."""
         if current and len(current.rows) >= table.rows:
             return current
         larger = cls(np.zeros((table.rows, table.dim), table.dtype), np.zeros(table.rows, np.bool_))

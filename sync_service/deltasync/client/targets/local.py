@@ -18,7 +18,7 @@ from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)
-# A writer that has waited this long logs the readers' threads.
+# After waiting this long, a writer logs the names of the readers' threads.
 _PATIENCE_SECONDS = 10.0
 _FIRST_COPY = "part of a first copy"
 _REMEDY = "Start a new subscriber without `held`: it receives everything and repairs the target"
@@ -46,7 +46,7 @@ class LocalTarget(Generic[C, R]):
     def reading(self) -> Iterator[R]:
         """The rows and their version. No release is written into them while the block runs.
 
-        Several threads may read at the same time, also nested. Do not use the rows after the block.
+        Several threads may read at the same time, and blocks may be nested. Do not use the rows after the block.
 
         Raises:
             TornTarget: a release was only partly written, or a first copy is still arriving.
@@ -215,7 +215,7 @@ class Gate:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep writers out. A thread may nest this, and may leave it in another thread.
+        """Keep writers out. Blocks may be nested, and may end in another thread.
 
         Raises:
             Contradiction: this thread is a writer.
@@ -291,7 +291,7 @@ class Turns:
     """The order in which readers and writers enter a `Gate`, without threads.
 
     Readers and writers take turns. A reader enters at once unless a writer is inside or waits. Otherwise it waits
-    for one writer at most: when that leaves, all waiting readers enter together. Writers enter in the order of
+    for one writer at most: when the writer leaves, all waiting readers enter together. Writers enter in order of
     arrival, each after at most one turn of readers. A reader that is inside may always enter again, because it
     keeps writers out anyway.
 
@@ -336,7 +336,7 @@ class Turns:
         self._next_writer()
 
     def withdraw(self, who: int) -> None:
-        """Remove a thread that has waited, and may have entered meanwhile."""
+        """Remove a waiting thread, even if it has entered meanwhile."""
         if self.inside(who):
             self.leave(who)
         elif who in self._waiting_readers:

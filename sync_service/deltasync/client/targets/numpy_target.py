@@ -26,10 +26,10 @@ class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
 
         Args:
             reads: "pause": readers wait while a release is written. "copies": no reader waits, but every array
-                needs memory twice.
+                exists twice.
 
         Raises:
-            InvalidInput: `reads` is something else.
+            InvalidInput: `reads` is not "pause" or "copies".
         """
         arrays = [_Arrays() for _ in range(number_of_copies(reads))]
         super().__init__(reads, [(each, TableReading(tables=each.tables)) for each in arrays])

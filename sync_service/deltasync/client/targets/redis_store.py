@@ -67,7 +67,7 @@ class RedisStore:
                 return
 
     def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Send commands, which must be safe to repeat; returns the answers."""
+        """Send commands, which must be safe to repeat; return the answers."""
 
         def send() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -79,10 +79,10 @@ class RedisStore:
         return self._tried(send)
 
     def _tried(self, what: Callable[[], T]) -> T:
-        """Call a function, again while the server cannot be reached.
+        """Call a function, and repeat it while the server cannot be reached.
 
         Raises:
-            ServiceUnavailable: the server cannot be reached for too long.
+            ServiceUnavailable: the server could not be reached for `retry_seconds`.
             Contradiction: a key is not a hash.
             StorageFailed: the server refuses the command.
         """
@@ -100,7 +100,7 @@ class RedisStore:
         raise AssertionError
 
     def _error(self, error: redis.RedisError) -> DeltasyncError:
-        text = str(error).rpartition("caused error: ")[2][:_LONGEST_TEXT]  # Without the command before it.
+        text = str(error).rpartition("caused error: ")[2][:_LONGEST_TEXT]  # Cut off the command.
         reported = f"the store at {self._place} reports: {text}"
         for kind, result, hint in _HINTS:
             if isinstance(error, kind):

@@ -39,7 +39,7 @@ class RedisTarget:
         """Write under a prefix.
 
         Args:
-            client: a client of one server, without `decode_responses`. You may also use it for other things.
+            client: a client of one server, without `decode_responses`. You may share it with other code.
             prefix: the prefix of all keys, before a colon. Use each prefix for one model and one target only.
             retry_seconds: how long to retry commands while the server cannot be reached.
 
@@ -220,10 +220,10 @@ class MappedTable:
         return entries
 
     def _parked(self, change: RawIdChange, moving: Mask) -> list[bytes]:
-        """Copy rows with changing raw ids under their numbers, since other rows may get their raw ids.
+        """Copy rows whose raw ids change to their row numbers, because other rows may get these raw ids.
 
         Returns:
-            The values of these rows, which the release does not bring itself.
+            The values of these rows, because the release does not contain them.
         """
         rows, before = change.rows[moving], change.before[moving]
         values = self._store.get(self._free, key_fields(rows))
@@ -263,7 +263,7 @@ class MappedTable:
 
 
 def write_rows(store: RedisWriter, name: str, rows: Sequence[RowBatch], *, reset: bool) -> None:
-    """Write or delete rows by number. On a reset, then delete all other rows."""
+    """Write or delete rows by number. A reset then deletes all other rows."""
     for block in chain.from_iterable(each.blocks(_BLOCK_ROWS) for each in rows):
         if block.deleted:
             store.drop(name, key_fields(block.ids))

@@ -35,9 +35,9 @@ from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 _COLLISIONS = "._managed_collision_collection."
-# The name of the wrapped module in a managed collision module; a quantised one has the tables itself.
+# A managed collision module has its tables in this submodule, or by itself if it is quantised.
 _EMBEDDINGS = ("._embedding_module.", ".")
-# Names in a quantised TorchRec model, by the name before.
+# Parts of names in a quantised TorchRec model, by the part before quantisation.
 _QUANTISED_NAMES = {
     "._embedding_module.": ".",
     "._embedding_bag_collection.": ".",
@@ -152,7 +152,7 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 def accelerators(module: nn.Module) -> set[torch.device]:
     """The devices with asynchronous work on the module's tensors."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return set()  # Looking through a module of many parts takes milliseconds.
+        return set()  # Skip the search, which takes milliseconds in a large module.
     tensors = [tensor for _, tensor in _tensors(module)]
     return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 

@@ -66,7 +66,7 @@ class CollisionMap(ABC):
 
     @abstractmethod
     def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """Like `stage`, without the shards."""
+        """Like `stage`, but without patching a sharded collection."""
 
     def _look_up_before_sending(self) -> None:
         """Patch a collection that is sharded for inference to look up raw ids before it sends rows to shards."""
@@ -74,7 +74,8 @@ class CollisionMap(ABC):
         vars(module).update(preprocess=MethodType(_rows_of, module), input_size=module.output_size)
         for rank in getattr(self._collection, SHARDED):
             vars(rank[table])["forward"] = _unchanged
-        for dist in self._collection._input_dists:  # From the first forward. Block size 0 would send ids in turn.
+        # The first forward makes these. A block size of 0 would send ids to shards in turn.
+        for dist in self._collection._input_dists:
             dist.feature_block_sizes.clamp_(min=1)
 
 
@@ -206,10 +207,10 @@ class HashedIds(CollisionMap):
         raw = torch.from_numpy(raw_ids_of(values[values != 0])).to(identities.device)
         if lost := raw[_not_found(self._module, identities, raw)].tolist():
             raise Contradiction(
-                f"table {self.table.name!r}: module {self.name} hashes differently: it does not find id {lost[0]} "
-                f"and {len(lost) - 1} others: total_num_buckets ({self._module._buckets}), max_probe "
-                f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
-                "reserved slots must be as in the trainer"
+                f"table {self.table.name!r}: module {self.name} hashes differently: it does not find "
+                f"{counted(len(lost), 'id')}, such as {lost[0]}: total_num_buckets ({self._module._buckets}), "
+                f"max_probe ({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and "
+                "the share of reserved slots must be as in the trainer"
             )
 
 
@@ -217,7 +218,7 @@ def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torc
     """A mask of the raw ids [n] that the module would not find in these identities: bool [n]."""
     try:
         values, sizes, offsets = module.input_mapper(values=raw, output_offset=module._output_global_offset_tensor)
-    except (IndexError, RuntimeError):  # One belongs to no bucket.
+    except (IndexError, RuntimeError):  # An id belongs to no bucket.
         return torch.ones(len(raw), dtype=torch.bool)
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
         input=values,
@@ -275,7 +276,7 @@ class IdRanges:
             Contradiction: ranges overlap or leave gaps, or the module cannot use these rows for unknown ids.
         """
         by_row = {} if reset else self._by_row
-        for each in rows:  # Nearly all rows may be zeros, so do not loop over them.
+        for each in rows:  # Do not loop over all rows, because nearly all may be zeros.
             by_row = {row: span for row, span in by_row.items() if not (each.ids == row).any()}
             some = each.values.any(axis=1)
             by_row.update(zip(each.ids[some].tolist(), map(tuple, each.values[some].tolist()), strict=True))
@@ -330,14 +331,14 @@ class _Ranges:
             if first != begin or end <= first or not 0 <= first_row <= row < table.rows:
                 raise Contradiction(
                     f"table {table.name!r}: unknown ids from {first} to {end} get row {row} of a shard from row "
-                    f"{first_row} on; expected adjacent ranges from 0 on, each with a row of its shard"
+                    f"{first_row} on; expected ranges without gaps from id 0 on, each with a row of its shard"
                 )
             begin = end
         ends, defaults = [each[1] for each in ordered], [each[3] for each in ordered]
         return cls(torch.tensor(ends, dtype=torch.int64), torch.tensor(defaults, dtype=torch.int64))
 
     def on(self, device: torch.device) -> "_Ranges":
-        """A copy on a device, so that each forward there need not copy them."""
+        """A copy on a device, to save each forward there a copy."""
         return _Ranges(self.ends.to(device), self.defaults.to(device))
 
     def rows(self, raw: torch.Tensor) -> torch.Tensor:

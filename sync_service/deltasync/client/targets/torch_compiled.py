@@ -37,7 +37,7 @@ class CompiledModule(nn.Module):
     """Runs a package from `torch._inductor.aoti_compile_and_package` in place of the original module.
 
     The original parameters and buffers are its buffers, with the same names, so a `TorchTarget` can update them.
-    Each exists twice: a release is written into one set while the other is served, then both are swapped at once.
+    Each exists twice: a target writes a release into one set while the other is served, and then swaps the sets.
     Checksums read the memory that forwards read.
 
     Compile with `inductor_configs={"always_keep_tensor_constants": True}`. Otherwise the compiler writes small
@@ -77,7 +77,7 @@ class CompiledModule(nn.Module):
         return pytree.tree_unflatten(outputs, self._outputs)
 
     def served(self, name: str) -> torch.Tensor:
-        """The constant `name` in the memory of forwards, even if the module's attribute was replaced."""
+        """The constant `name` that forwards read, even if the module's attribute was replaced."""
         return self._served[name]
 
     def spare(self, name: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ class CompiledModule(nn.Module):
         self._staged = False
 
     def swap(self) -> None:
-        """Serve the spare constants. May be called several times for a release, while there are no readers."""
+        """Serve the spare constants, while there are no readers. Further calls for a release do nothing."""
         if self._staged:
             self._runner.swap_constant_buffer()
             self._served, self._spare = self._spare, self._served
@@ -109,7 +109,7 @@ class CompiledModule(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         nn.Module.__init__(copied)
-        others = {name: each for name, each in vars(self).items() if name not in _LOADED}  # Hooks, for one.
+        others = {name: each for name, each in vars(self).items() if name not in _LOADED}  # Such as hooks.
         vars(copied).update(copy.deepcopy(others, memo))
         copied._load(self._library)
         with torch.inference_mode():

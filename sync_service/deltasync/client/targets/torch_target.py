@@ -160,7 +160,7 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
             logger.warning("no table updates these parts of the module: %s", ", ".join(stale))
 
     def _warn_of_training(self) -> None:
-        """Warn about modules in training mode, whose forward may change tables. Also before a repair."""
+        """Warn about modules in training mode, whose forward may change tables."""
         training = [name for each in self._copies for name in in_training(each.module, each.binding)]
         if names := dict.fromkeys(training):
             logger.warning(
@@ -193,7 +193,7 @@ def _refuse(problems: list[tuple[str, DeltasyncError]], part: str = "") -> NoRet
 
 
 def _sentences(problems: list[tuple[str, DeltasyncError]]) -> str:
-    """The problems as sentences, one for all tables with the same problem, up to a limit."""
+    """The problems as sentences. Tables with the same problem share one. The number is limited."""
     tables: dict[str, list[str]] = {}
     for name, problem in problems:
         subject, colon, what = str(problem).partition(": ")
@@ -279,7 +279,7 @@ class ModuleCopy:
         place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
         if place and self._followed:
             self._check_owner(place)
-        # A table that has grown since then does not count.
+        # A place for the table before it grew does not count.
         return place.read(ids) if place and place.table == table else None
 
     def _check_owner(self, place: TablePlace) -> None:
@@ -409,5 +409,5 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
     try:
         return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # It wraps others.
+    except RuntimeError:  # The tensor wraps others.
         return 0

@@ -47,7 +47,7 @@ class Tensor:
         return self.check().view(self.table.rows, self.table.dim)
 
     def check(self) -> torch.Tensor:
-        """Check that the table fits the tensor; returns the tensor.
+        """Check that the table fits the tensor; return the tensor.
 
         Raises:
             Contradiction: the tensor has another shape or type, or cannot be written by rows.
@@ -224,7 +224,7 @@ def _form(table: TableSpec) -> str:
     return f"{shape} {torch_type(table)}"
 
 
-# The attributes for tables in collections.
+# The attributes of collections that contain the tables.
 TABLES_OF = ("embedding_bags", "embeddings")
 # Value types by fbgemm's name.
 _TBE_TYPES = {f"int{each.tbe_bits}": each for each in ValueType if each.tbe_bits}
@@ -234,7 +234,7 @@ _WRITABLE = ("HOST", "DEVICE")
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """A table in one TBE, or row-sharded over several, as its place.
+    """The place of a table in one TBE, or in several if it is sharded by row.
 
     Attributes:
         name: the FQN of the table's weight in the module.
@@ -519,7 +519,7 @@ class TensorRows:
     def stage(
         self, rows: Iterable[tuple[Ids, Values]], fill: Values | None = None, *, digested: bool = False
     ) -> Callable[[], BatchDigests | None]:
-        """Prepare rows; returns a function that writes them.
+        """Prepare rows; return a function that writes them.
 
         Args:
             rows: ids [n] and values [n, width], of the tensor's type or another type of the same size.

@@ -314,20 +314,20 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
         if dist.get_rank() == 0:  # It may wait for the rest of what rank 1 does, too.
             assert lines[0] == f"rank 0 has waited 0 s for {said}", lines
 
-    same = "all ranks have to make the same calls"
+    same = "all ranks must make the same calls"
     with mock.patch.object(rank_store, "_FIRST_SECONDS", 0.05):
-        with rank_1_comes_late("rank 1 to come to DeltaSync, as all ranks have to"):
+        with rank_1_comes_late("rank 1 to reach DeltaSync, as all ranks must"):
             sync = DeltaSync(model, SyncOptions(service=service, model="waiting", publish_every=100))
         sync.step()
         dist.barrier()
         with rank_1_comes_late(f"rank 1 (last seen at step 1), in DeltaSync, at step 1: {same}"):
             sync.flush(PATIENCE_SECONDS)
-        with rank_1_comes_late("rank 1 to come to LockstepBatches, as all ranks have to"):
+        with rank_1_comes_late("rank 1 to reach LockstepBatches, as all ranks must"):
             together = LockstepBatches(range(3))
         assert next(together) == 0
         with rank_1_comes_late(f"rank 1 (last seen at batch 1), in LockstepBatches, at batch 2: {same}"):
             assert next(together) == 1
-        with rank_1_comes_late("the other ranks to come to a checkpoint"):
+        with rank_1_comes_late("the other ranks to reach a checkpoint"):
             assert on_any_rank([dist.get_rank() == 1], "a checkpoint") == [True]
     if dist.get_rank() == 1:
         sync.abort()
@@ -335,7 +335,7 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
         with pytest.raises(DeltasyncError) as left:
             sync.flush()
         assert str(left.value) == (
-            "DeltaSync, at step 1, needs rank 1 (closed at step 1): all ranks have to close theirs together"
+            "DeltaSync, at step 1, needs rank 1 (closed at step 1): all ranks must close it after the same step"
         )
         sync.abort()
 

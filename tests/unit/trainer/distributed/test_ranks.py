@@ -10,7 +10,7 @@ from deltasync.trainer.distributed.ranks import choose_device
     [
         (0, 2, True, "cpu", "no GPU"),
         (8, 2, False, "cpu", "make install CUDA=1"),
-        (1, 2, True, "cpu", "2 ranks need a GPU each, there are 1"),
+        (1, 2, True, "cpu", "2 ranks need a GPU each, but there are only 1"),
         (2, 2, True, "cuda", "a GPU each"),
     ],
 )

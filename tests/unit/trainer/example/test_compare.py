@@ -48,7 +48,7 @@ def test_copies_that_differ_and_holes_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DemoFailed, match="table 't', rank 1: the ranks' copies differ"):
         trainer_tables(tmp_path, 2)
     _rank(tmp_path, 0, [(0, 0, whole[:3])])
-    with pytest.raises(DemoFailed, match="no rank holds all of table 't'"):
+    with pytest.raises(DemoFailed, match="table 't': the ranks' shards do not cover all its rows"):
         trainer_tables(tmp_path, 1)
 
 

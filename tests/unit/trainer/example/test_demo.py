@@ -37,7 +37,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"stream": StreamOptions(data="kafka")}, "unknown data 'kafka'"),
         ({"stream": StreamOptions(data="ratings:nowhere")}, "nowhere: cannot be read"),
         ({"stream": StreamOptions(events=100, batch_size=64)}, "100 events: the demo needs at least two batches"),
-        ({"training": TrainingOptions(grad_accum=3)}, "2 ranks share it evenly, 3 micro-batches each"),
+        ({"training": TrainingOptions(grad_accum=3)}, "a multiple of 6, for 2 ranks with 3 micro-batches each"),
         (
             {"sizes": ModelOptions(managed=True), "training": TrainingOptions(input="tensordict")},
             "managed collision takes KeyedJaggedTensors only",
@@ -72,7 +72,7 @@ def test_predictors_are_two_fleets_of_which_one_is_frozen() -> None:
         (["--top-k", "-1"], "top_k"),
         (["--model", "x"], "'x' is not one of"),
         (["--serve", "int2"], "'int2' is not one of"),
-        (["--serve", "int8", "--dtype", "fp16"], "tables so quantised take --dtype int8-tbe only"),
+        (["--serve", "int8", "--dtype", "fp16"], "leave out --dtype, or use --dtype int8-tbe"),
         (["--kill-service-at", "0.5"], "No such option"),
     ],
 )
@@ -100,7 +100,7 @@ def test_logs_are_kept_and_named_after_a_failure_and_not_after_an_interrupt(
     folders = list(temporary.iterdir())
     assert len(folders) == left
     named = "".join(f"logs and results: {folder}\n" for folder in folders)
-    waiting = "starting the service; the first time its kernels are compiled, half a minute or more\n"
+    waiting = "starting the service; the first time, compiling its kernels takes half a minute or more\n"
     assert said.getvalue() == waiting + named
 
 

@@ -174,7 +174,9 @@ def test_requests_beyond_those_that_may_wait_are_refused(http: Client, held: Hel
             refused = [await each for _, each in zip(range(2), asyncio.as_completed(asked), strict=False)]
             for answer in refused:
                 assert answer.status_code == 503
-                assert answer.json() == {"detail": f"busy: {predictor.MOST_WAITING} requests wait already"}
+                assert answer.json() == {
+                    "detail": f"busy: {predictor.MOST_WAITING} requests are already waiting; try again later"
+                }
             assert (await http.ask("GET", "/livez")).status_code == 200
         answers = await asyncio.gather(*asked)
         assert [answer.status_code for answer in answers].count(200) == places
@@ -187,7 +189,7 @@ def test_scores_that_are_no_numbers_are_not_answered(http: Client, held: Held) -
         held.module.get_parameter("top.0.bias").fill_(float("nan"))
     answer = http.post("/predict", content=BODY)
     assert answer.status_code == 503
-    assert answer.json() == {"detail": "version 7 of the model gives scores that are no finite numbers"}
+    assert answer.json() == {"detail": "version 7 of the model gives scores that are not finite"}
 
 
 def test_metrics_count_what_was_answered(http: Client, held: Held) -> None:

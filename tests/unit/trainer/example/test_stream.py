@@ -160,7 +160,7 @@ def test_what_counts_as_liked(tmp_path: Path, given_ratings: tuple[float, ...], 
 
 
 NUMBERED = (
-    "is no whole number from 0 to 9223372036854775807: number the {}s first, for example with pandas.factorize"
+    "is not a whole number from 0 to 9223372036854775807: number the {}s first, for example with pandas.factorize"
 )
 
 
@@ -177,12 +177,12 @@ NUMBERED = (
         ("9223372036854775808::2::3::4", f"user '9223372036854775808' {NUMBERED.format('user')}"),
         ("1::-2::3::4", f"item '-2' {NUMBERED.format('item')}"),
         ("1::2.0::3::4", f"item '2.0' {NUMBERED.format('item')}"),
-        ("1::2::good::4", "rating 'good' is no finite number"),
-        ("1::2::nan::4", "rating 'nan' is no finite number"),
-        ("1::2::inf::4", "rating 'inf' is no finite number"),
-        ("1::2::::4", "rating '' is no finite number"),
-        ("1::2::3::4.5", "timestamp '4.5' is no whole number of seconds since 1970"),
-        ("1::2::3::2020-01-01", "timestamp '2020-01-01' is no whole number of seconds since 1970"),
+        ("1::2::good::4", "rating 'good' is not a finite number"),
+        ("1::2::nan::4", "rating 'nan' is not a finite number"),
+        ("1::2::inf::4", "rating 'inf' is not a finite number"),
+        ("1::2::::4", "rating '' is not a finite number"),
+        ("1::2::3::4.5", "timestamp '4.5' is not a whole number of seconds since 1970"),
+        ("1::2::3::2020-01-01", "timestamp '2020-01-01' is not a whole number of seconds since 1970"),
         (
             "1::2::3::1588687728923",
             "timestamp '1588687728923' is not in seconds since 1970: divide milliseconds by 1000",

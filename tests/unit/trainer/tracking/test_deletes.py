@@ -63,7 +63,7 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
     ("table", "wrong", "error", "message"),
     [
         ("u", torch.tensor([1]), NotFound, "no table 'u' is tracked on this rank; there are: t"),
-        ("t", torch.tensor([4]), InvalidInput, "table 't': ids from 4 to 4, it has rows 0 to 3"),
+        ("t", torch.tensor([4]), InvalidInput, "table 't': ids from 4 to 4, but it has rows 0 to 3"),
         ("t", torch.tensor([-1, 2]), InvalidInput, "ids from -1 to 2"),
         ("t", torch.tensor([1.0]), InvalidInput, "expected integers"),
         ("t", torch.tensor([[1]]), InvalidInput, "expected integers"),

@@ -200,7 +200,7 @@ def test_a_spoilt_state_is_refused_and_changes_nothing(path: list[str], value: A
         part = part[name]
     part[path[-1]] = value
     loading.mark("t", torch.tensor([1]))
-    with pytest.raises(InvalidInput, match="no state of a tracker"):
+    with pytest.raises(InvalidInput, match="not the state of a tracker"):
         loading.load_state_dict(state)
     assert loading.get_delta().ids["t"].tolist() == [1]
 

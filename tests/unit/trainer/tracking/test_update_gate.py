@@ -40,7 +40,7 @@ class TestThreads:
 
     def test_another_waits_for_the_end_of_the_step(self, elsewhere: ThreadPoolExecutor) -> None:
         gate = begun(UpdateGate(CPU))
-        with pytest.raises(DeltasyncError, match=r"has not ended within 0 s: is step\(\) called"):
+        with pytest.raises(DeltasyncError, match=r"has not ended within 0 s: call step\(\) after"):
             elsewhere.submit(read, gate, 0).result()
         waiting = elsewhere.submit(read, gate)
         gate.end_updates()

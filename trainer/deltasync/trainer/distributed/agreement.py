@@ -1,4 +1,4 @@
-"""Agreements of ranks: on a cut, which all or none publish, and before other collectives."""
+"""Agreement between ranks: all of them or none publish a cut, or start another collective."""
 
 import hashlib
 import time
@@ -18,16 +18,16 @@ from deltasync.trainer.distributed.rank_store import RankStore, some, wait_aloud
 
 @dataclass(frozen=True)
 class Consensus:
-    """The state of all ranks together.
+    """The combined state of all ranks.
 
     Attributes:
         ready: no rank has a cut that is not sealed.
         resync: at least one rank must publish every row.
         unpublished: at least one rank has something to publish.
-        failed: at least one rank cannot go on.
-        deletes: up to this number, every rank has the requests to delete rows that were not met yet; 0 for none.
-        refused: the part of at least one rank was refused, since the service does not hold what it builds on.
-        late: the time of at least one rank is up.
+        failed: at least one rank cannot continue.
+        deletes: every rank has the open delete requests up to this number; 0 if there are none.
+        refused: the service refused the part of at least one rank because it lacks the version below it.
+        late: the timeout of at least one rank has expired.
         again: at least one rank has already made a part of this step.
     """
 
@@ -44,13 +44,13 @@ class Consensus:
 def on_any_rank(
     flags: list[bool], what: str | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[bool]:
-    """Return the flags that are set on at least one rank of a group. A collective of its ranks.
+    """For each flag, whether at least one rank of a group has set it. A collective of the group.
 
     Args:
-        flags: of this rank; all ranks have the same number of them.
+        flags: the flags of this rank; all ranks pass the same number of flags.
         what: what ranks are about to do, for the log of a rank that waits long; None logs nothing.
-        group: None is the default group. Without a process group there is one rank.
-        device: where the group's backend takes tensors from; None is the CPU.
+        group: the group; None = the default group. Without any process group there is one rank.
+        device: a device that the group's backend supports; None = the CPU.
     """
     values = [int(flag) for flag in flags]
     if not values or not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -58,8 +58,8 @@ def on_any_rank(
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
     if what and tensor.device.type == "cpu":
-        _finish(work, lambda: f"the other ranks to come to {what}")
-    else:  # On a device, an end of the wait would end the group.
+        _finish(work, lambda: f"the other ranks to reach {what}")
+    else:  # On a device, a wait that times out would abort the group.
         work.wait()
     return [bool(flag) for flag in tensor.tolist()]
 
@@ -68,7 +68,7 @@ def _finish(work: dist.Work, what: Callable[[], str]) -> None:
     """Wait for the end of a collective on the CPU (`wait_aloud`)."""
 
     def arrived(seconds: float) -> bool:
-        with suppress(RuntimeError):  # It goes on, or it has failed.
+        with suppress(RuntimeError):  # The wait has timed out, or the collective has failed.
             return work.wait(timedelta(seconds=seconds))
         return work.is_completed() and work.wait()
 
@@ -77,12 +77,12 @@ def _finish(work: dist.Work, what: Callable[[], str]) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """How far a rank is.
+    """The progress of a rank.
 
     Attributes:
-        rank: its number.
-        collectives: how many it has begun.
-        count: the number that it passed to `note` last.
+        rank: the rank.
+        collectives: number of collectives that it has started.
+        count: the number that it last passed to `note`.
         closed: whether it has closed its agreement.
     """
 
@@ -93,17 +93,17 @@ class _State:
 
 
 class Agreement:
-    """Small collectives over a gloo group of its own, apart from GPUs and from groups of training.
+    """Small collectives over a separate gloo group, independent of GPUs and of the groups for training.
 
-    Without a process group there is one rank, and nothing is exchanged. In the thread that trains. A rank that
-    waits logs the ranks it waits for, and how far these were when last seen.
+    For the training thread. Without a process group there is one rank, and nothing is exchanged. A rank that waits
+    long logs which ranks it waits for, and their last known progress.
     """
 
     def __init__(self, name: str, unit: str) -> None:
-        """Wait until all ranks make theirs.
+        """Wait until all ranks construct the same agreement.
 
         Args:
-            name: what agrees, in messages.
+            name: what the ranks agree for, in messages.
             unit: what `note` counts, in messages.
         """
         self._name, self._unit = name, unit
@@ -117,19 +117,21 @@ class Agreement:
         self._ranks = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def close(self) -> None:
-        """End the group and its threads: one that still drops what the last collective has used would abort a
-        process that exits (torch 2.13). Each rank on its own; others that wait for this one fail at once.
+        """Destroy the group and its threads. Not a collective: ranks that wait for this one fail at once.
+
+        A gloo thread that still frees memory of the last collective would abort a process that exits (torch 2.13).
         """
         ranks, self._ranks, self.closed = self._ranks, None, True
         self._write_state()
         self._states.settle()  # Others read it when their collective fails.
         if ranks and dist.is_initialized():
-            with suppress(ValueError):  # Destroyed already, with the default group.
+            with suppress(ValueError):  # The group was already destroyed together with the default group.
                 dist.destroy_process_group(ranks)
 
     def note(self, count: int) -> None:
-        """Note how far this rank is, for others that wait for it. Takes microseconds; where the store is slow, a
-        thousandth of the time at most.
+        """Record this rank's progress for the log of ranks that wait for it.
+
+        Takes microseconds. With a slow store, it skips calls to take at most a thousandth of the time.
         """
         self._count = count
         if (started := time.perf_counter()) >= self._due:
@@ -140,7 +142,7 @@ class Agreement:
     @property
     def _group(self) -> dist.ProcessGroup | None:
         if self.closed:
-            raise InvalidInput("this DeltaSync is closed, and publishes nothing more: make another one")
+            raise InvalidInput("this DeltaSync is closed and no longer publishes: make a new one")
         return self._ranks
 
     def reach(
@@ -155,19 +157,20 @@ class Agreement:
         late: bool = False,
         again: bool = False,
     ) -> Consensus:
-        """The state of all ranks together, from this rank's. A collective: all ranks call it."""
+        """Combine this rank's state with that of all other ranks. A collective of all ranks."""
         flags = [not ready, resync, unpublished, failed, refused, late, again]
         *largest_flags, largest = self._largest([*map(int, flags), -deletes])
         busy, any_resync, any_unpublished, any_failed, *others = map(bool, largest_flags)
         return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, *others)
 
     def any_of(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank. A collective: all ranks call it."""
+        """Whether a flag is set on any rank. A collective of all ranks."""
         return bool(self._largest([int(flag)])[0])
 
     def lowest(self, position: Position) -> Position:
-        """The lowest of the versions that ranks name, by its seal; none where one names none, or no seal. A
-        collective: all ranks call it.
+        """The lowest of the ranks' positions, without its history. A collective of all ranks.
+
+        Returns `Position()` if the position of any rank has no version or no seal.
         """
         named = position.number if position.seal else 0
         every = self._every([named, int.from_bytes(position.seal.to_bytes(8), signed=True)])
@@ -175,9 +178,9 @@ class Agreement:
         return Position("", number, int.from_bytes(seal.to_bytes(8, signed=True))) if number else Position()
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
-        """The names whose digests (signed, 64 bits) differ between ranks. A collective: all ranks call it.
+        """The names whose digests (signed, 64 bits) differ between ranks. A collective of all ranks.
 
-        All ranks have the same names; if they do not, the list is empty.
+        Returns an empty list if ranks pass different names.
         """
         names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8).digest()
         if self._differ([int.from_bytes(names, signed=True)]) == [True]:
@@ -190,7 +193,7 @@ class Agreement:
         return [bool(differs) for differs in (every != every[0]).any(dim=0).tolist()]
 
     def _every(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers (signed, 64 bits) of each rank, which has as many as the others. A collective."""
+        """The numbers (signed, 64 bits) of each rank. All ranks pass equally many. A collective."""
         group = self._group
         if self.world_size == 1 or not numbers:
             return [numbers] * self.world_size
@@ -200,7 +203,7 @@ class Agreement:
         return [each.tolist() for each in every]
 
     def new_run(self) -> tuple[str, int]:
-        """The id of a new run and when it began (nanoseconds since 1970): the first rank's. A collective."""
+        """The id and the start (nanoseconds since 1970) of a new run, chosen by the first rank. A collective."""
         run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
         values = torch.cat([run, torch.tensor([time.time_ns()])])
         group = self._group
@@ -209,7 +212,7 @@ class Agreement:
         return values[:2].numpy().tobytes().hex(), int(values[2])
 
     def _largest(self, values: list[int]) -> list[int]:
-        """The largest that any rank has of each value. A collective."""
+        """The maximum of each value over all ranks. A collective."""
         tensor = torch.tensor(values, dtype=torch.int64)
         group = self._group
         if self.world_size > 1:
@@ -221,7 +224,7 @@ class Agreement:
         """Run a collective to its end.
 
         Raises:
-            DeltasyncError: another rank has closed its own, and takes no part.
+            DeltasyncError: another rank has closed its agreement and does not take part.
         """
         self._collectives += 1
         self._write_state()
@@ -232,16 +235,16 @@ class Agreement:
             if not closed:
                 raise
             raise DeltasyncError(
-                f"{self._name}, at {self._unit} {self._count}, needs {self._listed(closed)}: all ranks have to "
-                "close theirs together"
+                f"{self._name}, at {self._unit} {self._count}, needs {self._listed(closed)}: all ranks must close "
+                "it after the same step"
             ) from error
 
     def _awaited(self) -> str:
         states = self._read_states()
         late = [state for state in states if state.collectives < self._collectives]
-        where = f"in {self._name}, at {self._unit} {self._count}: all ranks have to make the same calls"
+        where = f"in {self._name}, at {self._unit} {self._count}: all ranks must make the same calls"
         if not late:
-            return f"the other ranks, which have {'come' if states else 'left no state to read'}, {where}"
+            return f"the other ranks, which {'have arrived' if states else 'have left no state to read'}, {where}"
         return f"{self._listed(late)}, {where}"
 
     def _listed(self, states: Sequence["_State"]) -> str:

@@ -1,4 +1,4 @@
-"""Texts of ranks for each other, in the store of the process group. Reading them takes no collective."""
+"""Texts that ranks share through the store of the process group, without collectives."""
 
 import logging
 import os
@@ -20,17 +20,17 @@ from deltasync.trainer.distributed.ranks import all_ranks, this_rank
 
 logger = logging.getLogger(__name__)
 
-# The first line tells of a mistake while somebody still looks; those after it must not fill the log.
+# The first warning comes while the user still watches the start; later ones must not fill the log.
 _FIRST_SECONDS, _EACH_SECONDS = 10.0, 60.0
 _MOST = 8
 
 
 def wait_aloud(arrived: Callable[[float], bool], what: Callable[[], str]) -> None:
-    """Wait for other ranks, and log that after ten seconds, and every minute from then on.
+    """Wait for other ranks, with a warning after ten seconds and then every minute.
 
     Args:
-        arrived: wait this number of seconds at most; return whether the ranks have come.
-        what: name what this rank waits for. Called for each line of the log.
+        arrived: waits up to this number of seconds and returns whether the ranks have arrived.
+        what: returns what this rank waits for; called for each warning.
     """
     waited = 0.0
     for seconds in chain([_FIRST_SECONDS], repeat(_EACH_SECONDS)):
@@ -41,41 +41,41 @@ def wait_aloud(arrived: Callable[[float], bool], what: Callable[[], str]) -> Non
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks in words: `rank 3`, `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 5 others`."""
+    """Ranks as text: `rank 3`, `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 5 others`."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {some([*map(str, ranks)])}"
 
 
 def some(names: Sequence[str]) -> str:
-    """Names as they are ordered, of many the first: `a, b and 390 others`."""
+    """The first eight names, and the number of the others: `a, b, c, d, e, f, g, h and 390 others`."""
     left = len(names) - _MOST
     return ", ".join(names[:_MOST]) + (f" and {counted(left, 'other')}" if left > 0 else "")
 
 
-# How often this process has made one of a name: ranks count alike, and so find each other's texts.
+# Number of stores by key. All ranks make stores in the same order, and so find each other's texts by number.
 _MADE = Counter[str]()
 
 
 class RankStore:
-    """One text of each rank, replaced by newer ones. All `ranks` make their stores in the same order.
+    """The latest text of each rank. All `ranks` make their stores in the same order.
 
     Attributes:
-        rank: this one.
-        ranks: all that write, in order.
+        rank: this rank.
+        ranks: all ranks that write, in order.
     """
 
     def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
-        """Write nothing yet.
+        """Open the store without writing.
 
         Args:
             name: purpose of the store, in messages.
-            ranks: None for all ranks of the process group.
+            ranks: the ranks that write; None = all ranks of the process group.
         """
         self._name, self.rank = name, this_rank()
         self.ranks = all_ranks() if ranks is None else list(ranks)
         self._text = ""
         self._store: Any = None
         if len(self.ranks) > 1:
-            # torchrun restarts ranks with the store that has the texts of those before.
+            # After a restart by torchrun, the store still has the texts of the earlier processes.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             key = f"deltasync/{attempt}/{name}/{crc32(repr(self.ranks).encode())}"
             _MADE[key] += 1
@@ -83,14 +83,17 @@ class RankStore:
             self._store = PrefixStore(f"{key}/{_MADE[key]}", world.get_group_store())
 
     def write(self, text: str) -> None:
-        """Write this rank's text; nothing if the store is gone. Takes microseconds: a TCPStore does not answer."""
+        """Write this rank's text. Does nothing if the store is gone.
+
+        Takes microseconds, because a TCPStore does not answer a write.
+        """
         self._text = text
         if self._store:
             with suppress(RuntimeError):
                 self._store.set(str(self.rank), text)
 
     def settle(self) -> None:
-        """Wait until the store has what this rank has written, a second at most."""
+        """Wait up to a second until the store has this rank's text."""
         if self._store:
             with suppress(RuntimeError):
                 self._store.wait([str(self.rank)], timedelta(seconds=1))
@@ -99,7 +102,7 @@ class RankStore:
         """Wait until each rank has written a text.
 
         Raises:
-            DeltasyncError: a rank has not within the store's timeout.
+            DeltasyncError: a rank has written none within the store's timeout.
         """
         if self._store is None:
             return
@@ -114,13 +117,13 @@ class RankStore:
                 store.wait(keys, timedelta(seconds=seconds))
                 return True
             if time.monotonic() - started > longest.total_seconds():
-                raise DeltasyncError(f"{missing()} did not come to {self._name} within {longest}")
+                raise DeltasyncError(f"{missing()} did not reach {self._name} within {longest}")
             return False
 
-        wait_aloud(arrived, lambda: f"{missing()} to come to {self._name}, as all ranks have to")
+        wait_aloud(arrived, lambda: f"{missing()} to reach {self._name}, as all ranks must")
 
     def read(self) -> list[str]:
-        """The texts, in the order of `ranks`; each has written one.
+        """The texts in the order of `ranks`, once each rank has written one.
 
         Raises:
             RuntimeError: the store is gone.

@@ -1,4 +1,4 @@
-"""Ranks: joining the others under torchrun, and the group of those that train a model."""
+"""Join and leave torchrun's process group, and find the ranks that share a model."""
 
 import gc
 import logging
@@ -17,7 +17,7 @@ _WITH_CUDA_KERNELS = ("fbgemm-gpu", "fbgemm-gpu-nightly")
 
 
 def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str, str]:
-    """Where to train, "cuda" or "cpu", and why.
+    """The device to train on, "cuda" or "cpu", and the reason.
 
     Args:
         gpus: GPUs of this machine.
@@ -27,14 +27,14 @@ def choose_device(gpus: int, local_ranks: int, cuda_kernels: bool) -> tuple[str,
     if gpus == 0:
         return "cpu", "there is no GPU"
     if not cuda_kernels:
-        return "cpu", "fbgemm is installed without kernels for GPUs: `make install CUDA=1` takes those"
+        return "cpu", "fbgemm is installed without kernels for GPUs: `make install CUDA=1` installs them"
     if gpus < local_ranks:
-        return "cpu", f"{local_ranks} ranks need a GPU each, there are {gpus}"
+        return "cpu", f"{local_ranks} ranks need a GPU each, but there are only {gpus}"
     return "cuda", f"{local_ranks} ranks have a GPU each"
 
 
 def join_ranks() -> torch.device:
-    """Join the process group torchrun has set up; the device of this rank."""
+    """Join torchrun's process group; returns the device of this rank."""
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     cuda_kernels = any(_installed(package) for package in _WITH_CUDA_KERNELS)
     kind, reason = choose_device(torch.cuda.device_count(), local_ranks, cuda_kernels)
@@ -49,12 +49,12 @@ def join_ranks() -> torch.device:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, and end its threads. First drop the model and all other users of a group.
+    """Leave the process group and end its threads. First drop the model and all other users of a group.
 
     A gloo thread that still frees memory of the last collective would abort a process that exits (torch 2.13).
     """
     dist.destroy_process_group()
-    gc.collect()  # Modules refer to each other, and keep the group alive until then.
+    gc.collect()  # Modules in reference cycles keep the group alive until they are collected.
 
 
 def this_rank() -> int:
@@ -68,16 +68,13 @@ def all_ranks() -> list[int]:
 
 
 def ranks_of(model: nn.Module) -> list[int]:
-    """The ranks that share a model: this one alone, where nothing makes it distributed."""
+    """The ranks that share a model; only this rank if the model is not distributed."""
     group = group_of(model)
     return dist.get_process_group_ranks(group) if group else [this_rank()]
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that have copies of a model's parameters, or else those that share its tables.
-
-    None is the default group.
-    """
+    """The group of a model's DistributedDataParallel, or else of its sharded tables; None if it has neither."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             group: dist.ProcessGroup = module.process_group

@@ -1,4 +1,4 @@
-"""Sharding a model over ranks, with one optimizer fused into the tables and one for the rest."""
+"""Shards a model over ranks, with one optimizer fused into the tables and another for the rest."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from torchrec.distributed.types import ModuleShardingPlan, ShardingEnv, Sharding
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-# The planner would choose the dense kernel on a CPU; only the fused one trains tables in backward.
+# On a CPU, the planner would choose the dense kernel, but only the fused kernel updates tables in backward.
 KERNEL = "fused"
 
 
@@ -32,8 +32,8 @@ class OptimizerOptions:
     """Learning rates.
 
     Attributes:
-        table_lr: of the sharded tables (rowwise Adagrad, fused into backward).
-        dense_lr: of everything else (Adagrad).
+        table_lr: learning rate of the sharded tables (rowwise Adagrad, fused into backward).
+        dense_lr: learning rate of all other parameters (Adagrad).
     """
 
     table_lr: float = 0.05
@@ -46,13 +46,14 @@ def shard(
     options: OptimizerOptions,
     device: torch.device,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """A model over all ranks of the default process group, and its optimizer.
+    """Shard a model over all ranks of the default process group; returns it with its optimizer.
 
     Args:
-        model: its tables are in children of it that are EmbeddingBagCollections, with managed collision or not.
-        tables: how each of them is sharded.
+        model: a model whose tables are in direct children of type EmbeddingBagCollection or
+            ManagedCollisionEmbeddingBagCollection.
+        tables: the sharding of each table, by name.
         options: learning rates.
-        device: where this rank's share goes.
+        device: the device of this rank's shards.
     """
     fused = {
         "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -89,9 +90,9 @@ def _plan(
 
 
 def click_tables(managed: Iterable[str] = ()) -> dict[str, ParameterShardingGenerator]:
-    """The click model's tables, every sharding type once: rows, whole tables, columns and copies.
+    """The sharding of the click model's tables, with an example of each sharding type.
 
-    `managed` ones, by name, go by rows: TorchRec shards them in no other way.
+    The tables named in `managed` are sharded by rows, because TorchRec supports only that for managed collision.
     """
     last = dist.get_world_size() - 1
     ways = {

@@ -1,4 +1,4 @@
-"""Beginning something on all ranks: all of them begin it, or all raise the same error."""
+"""Starts on all ranks: all of them succeed, or all raise the same error."""
 
 import json
 from collections import defaultdict
@@ -20,18 +20,19 @@ from deltasync.trainer.distributed.rank_store import RankStore, named
 def begun_together(
     what: str, options: Mapping[str, Any] | None = None, ranks: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Raise the same error on all ranks at the end of the block if one of them fails in it, or has other options.
+    """Raise the same error on all ranks if one fails in the block or has other options.
 
     All ranks enter the block, and wait for each other at its end.
 
     Args:
-        what: what ranks begin, in messages.
-        options: must be equal on all ranks.
-        ranks: the ranks that begin it; None for all.
+        what: what the ranks start, in messages.
+        options: the options that must be equal on all ranks.
+        ranks: the ranks that take part; None = all.
 
     Raises:
-        InvalidInput: ranks have different options. The message has the names, the values and the ranks.
-        DeltasyncError: a rank has failed; of its class, if that is one of deltasync's. The message has the rank.
+        InvalidInput: ranks have different options. The message names the options, their values and the ranks.
+        DeltasyncError: a rank has failed. The message names the rank. The class is that of the rank's error if it
+            is one of deltasync's errors.
     """
     failure: Exception | None = None
     try:
@@ -56,7 +57,7 @@ def begun_together(
 
 
 def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> str:
-    """The options that differ, with values and ranks; empty if none does."""
+    """The differing options with their values and ranks, as text; empty if there are none."""
     names = {name: None for of_rank in options for name in of_rank}
     values = {name: _by_value(ranks, [of_rank.get(name, "missing") for of_rank in options]) for name in names}
     return "; ".join(
@@ -67,7 +68,7 @@ def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> st
 
 
 def _by_value(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
-    """The ranks that have each value, but for None."""
+    """The ranks by value, except those with None."""
     by_value = defaultdict[Any, list[int]](list)
     for rank, value in zip(ranks, values, strict=True):
         if value is not None:
@@ -76,7 +77,7 @@ def _by_value(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int
 
 
 def _shown(value: Any) -> str:
-    """A value of an option in words, which are the same for equal values."""
+    """The value of an option as text; equal values give equal texts."""
     if isinstance(value, Enum):
         return str(value)
     if isinstance(value, np.generic):

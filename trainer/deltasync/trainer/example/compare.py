@@ -1,4 +1,4 @@
-"""Results of the demo's processes in a folder, and the comparison of replicas with the trainer, bit by bit."""
+"""Writes and reads the results of the demo's processes, and compares replicas with the trainer bit by bit."""
 
 import json
 import logging
@@ -28,10 +28,10 @@ from deltasync.trainer.sync import DeltaSync
 
 Tables = dict[str, NDArray[Any]]
 Holdings = dict[str, Tables]
-"""What a replica holds, or should hold, under each name in WHATS.
+"""What a replica has, or should have, under each name in WHATS.
 
-`rows` of tables, and of parameters outside of them, by FQN; `map`, the entries of raw ids by row, by the table's
-short name; `buffers` as rows by FQN; and `outputs`, the `logit` of the last events.
+`rows`: tables and other parameters, by FQN. `map`: entries of raw ids by row, by the table's short name.
+`buffers`: buffers as rows, by FQN. `outputs`: the `logit` of the last events.
 """
 WHATS = ("rows", "map", "buffers", "outputs")
 
@@ -42,7 +42,7 @@ class IdMap:
 
     Attributes:
         first_row: global number of the first of these rows.
-        ids: int64 [rows], entries of raw ids by row (see `core.tables`), 0 where the row is free.
+        ids: int64 [rows], entries of raw ids by row (see `core.tables`), 0 for free rows.
     """
 
     first_row: int
@@ -50,7 +50,7 @@ class IdMap:
 
 
 def id_maps(model: nn.Module) -> dict[str, IdMap]:
-    """The map of each managed table by the table's short name: the whole map, or this rank's share."""
+    """The map of each managed table, or this rank's share of it, by the table's short name."""
     maps = {}
     for name, module in model.named_modules():
         if isinstance(module, MCHManagedCollisionModule):
@@ -63,7 +63,7 @@ def id_maps(model: nn.Module) -> dict[str, IdMap]:
 
 
 def save_state(model: nn.Module, file: Path) -> None:
-    """Write what a model has beside its tables: maps of raw ids, and buffers by FQN, each as one row."""
+    """Write a model's maps of raw ids, and its buffers by FQN, each as one row."""
     whole = get_unwrapped_module(model)
     buffers = {
         f"{part}.{name}": buffer.cpu().reshape(1, -1)
@@ -82,7 +82,7 @@ def load_state(file: Path) -> tuple[dict[str, IdMap], dict[str, NDArray[Any]]]:
 
 
 class TrainerResults:
-    """Collects, from before the first step, a rank's scores, ends of steps and rows that changed hands."""
+    """Collects a rank's scores, ends of steps and evictions. Construct it before the first step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -91,14 +91,14 @@ class TrainerResults:
         self._maps, self.evictions = id_maps(model), 0
 
     def add(self, scored: tuple[torch.Tensor, ...], *, stepped: bool) -> None:
-        """Keep index, logit and label of a batch; `stepped` says that it has just completed a step."""
+        """Keep index, logit and label of a batch; `stepped` says whether it has just completed a step."""
         self._scored.append(scored)
         if stepped:
             self._step_ends_unix_ns.append(time.time_ns())
             self.count_evictions()
 
     def count_evictions(self) -> None:
-        """Count the rows that went from one raw id to another since the last call."""
+        """Count the rows that have moved from one raw id to another since the last call."""
         now = id_maps(self._model)
         for name, after in now.items():
             before = self._maps[name].ids
@@ -106,9 +106,9 @@ class TrainerResults:
         self._maps = now
 
     def write(self, folder: Path, rank: int, sync: DeltaSync, last: Any) -> None:
-        """Write this rank's scores, shards, state, numbers, and its outputs for the batch `last`.
+        """Write this rank's scores, shards, state and statistics, and its outputs for the batch `last`.
 
-        All ranks call this together, once no pipeline is attached to the model.
+        All ranks call this together, after the pipeline has detached from the model.
         """
         index, logit, label = (torch.cat(column).cpu().numpy() for column in zip(*self._scored, strict=True))
         np.savez(folder / f"scores-trainer-{rank}.npz", index=index, logit=logit, label=label)
@@ -130,7 +130,7 @@ class TrainerResults:
 
 
 def write_shards(folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]) -> None:
-    """Write this rank's weights, for `compare.trainer_tables`, and where they belong beside other facts."""
+    """Write this rank's weights for `trainer_tables`, and their positions together with other `facts`."""
     trained = [each for table in sync.tracker.tables if table.table.kind.trained for each in table.shards]
     arrays = {f"shard{number}": each.weight.detach().cpu().numpy() for number, each in enumerate(trained)}
     np.savez(folder / f"tables-trainer-{rank}.npz", allow_pickle=False, **arrays)
@@ -144,7 +144,7 @@ def write_shards(folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]
 
 
 def id_map_shards(folder: Path, ranks: int) -> dict[str, list[IdMap]]:
-    """The maps of the trainer's ranks in turn, by the table's short name."""
+    """The maps of all trainer ranks in order, by the table's short name."""
     by_rank = [load_state(folder / f"state-trainer-{rank}.pt")[0] for rank in range(ranks)]
     return {name: [maps[name] for maps in by_rank] for name in by_rank[0]}
 
@@ -152,9 +152,9 @@ def id_map_shards(folder: Path, ranks: int) -> dict[str, list[IdMap]]:
 def trainer_holdings(
     folder: Path, ranks: int, stream: StreamOptions, sizes: ModelOptions, policy: Policy
 ) -> Holdings:
-    """The rows that replicas with a policy should have in the end, from the files of the trainer's ranks.
+    """The rows that replicas with a policy should have at the end, from the files of the trainer's ranks.
 
-    Buffers are the first rank's. Outputs are those of a model that is gathered from the ranks.
+    Buffers are those of the first rank. Outputs are those of a model gathered from all ranks.
     """
     parameters = json.loads((folder / "trainer-0.json").read_text())["parameters"]
     tables, shards = trainer_tables(folder, ranks), id_map_shards(folder, ranks)
@@ -171,7 +171,7 @@ def trainer_holdings(
 
 
 def replica_holdings(folder: Path, name: str) -> Holdings:
-    """The rows that a replica had in the end."""
+    """The rows that a replica had at the end."""
     maps, buffers = load_state(folder / f"state-{name}.pt")
     tables, logits = (load_arrays(folder / f"{part}-{name}.npz") for part in ("tables", "outputs"))
     ids = {table: its.ids for table, its in maps.items()}
@@ -185,7 +185,7 @@ def load_arrays(file: Path) -> Tables:
 
 
 def trainer_tables(folder: Path, ranks: int) -> Tables:
-    """Every table of the trainer, put together from the shards of its ranks."""
+    """Assemble every table of the trainer from the shards of its ranks."""
     tables, seen = Tables(), dict[str, NDArray[np.bool_]]()
     for rank in range(ranks):
         facts = json.loads((folder / f"trainer-{rank}.json").read_text())
@@ -201,12 +201,12 @@ def trainer_tables(folder: Path, ranks: int) -> Tables:
                 raise DemoFailed(f"table {name!r}, rank {rank}: the ranks' copies differ")
             tables[name][place], seen[name][place] = block, True
     if missing := [name for name, filled in seen.items() if not filled.all()]:
-        raise DemoFailed(f"no rank holds all of table {missing[0]!r}")
+        raise DemoFailed(f"table {missing[0]!r}: the ranks' shards do not cover all its rows")
     return tables
 
 
 def as_released(tables: Tables, policy: Policy, parameters: Collection[str] = ()) -> Tables:
-    """The values that a policy's value type lets replicas have. `parameters` are those outside of tables."""
+    """The values that replicas have after encoding with a policy. `parameters` names parameters outside tables."""
     released = {}
     for name, rows in tables.items():
         kind = TableKind.PARAMETER if name in parameters else TableKind.EMBEDDING
@@ -216,7 +216,7 @@ def as_released(tables: Tables, policy: Policy, parameters: Collection[str] = ()
 
 
 def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:
-    """Rows that differ in any bit, by table. A table that only one side has counts as a whole."""
+    """Number of rows that differ in any bit, by table. For a table that only one side has, all rows count."""
     unequal = {}
     for name in trainer.keys() | replica.keys():
         ours, theirs = trainer.get(name), replica.get(name)
@@ -232,8 +232,10 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def verdict(expected: Holdings, replicas: Mapping[str, Holdings]) -> dict[str, Any]:
-    """For each of WHATS: `_equal`, None if the model has none of it; `_unequal` rows by replica and name; and the
-    number of rows `_compared`.
+    """Compare replicas with the expected state.
+
+    For each name in WHATS the result has `NAME_equal`, which is None if the model has none of it; `NAME_unequal`,
+    the number of differing rows by replica and table; and `NAME_compared`, the number of compared rows.
     """
     found = dict[str, Any]()
     for what in WHATS:
@@ -247,14 +249,14 @@ def verdict(expected: Holdings, replicas: Mapping[str, Holdings]) -> dict[str, A
 
 
 class GatheredIds(nn.Module):
-    """Rows of raw ids as the ranks together give them. It uses no code of replicas, which are compared with it."""
+    """Looks up raw ids like all ranks together. Shares no code with the replicas that are compared with it."""
 
     def __init__(self, bags: EmbeddingBagCollection, shards: Mapping[str, list[IdMap]]) -> None:
         super().__init__()
         self._bags, self._shards = bags, shards
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedTensor, None]:
-        """The same as managed collision returns."""
+        """Return the same as a managed collision module."""
         rows = {}
         for table in self._bags.embedding_bag_configs():
             for name in table.feature_names:
@@ -264,9 +266,9 @@ class GatheredIds(nn.Module):
 
 
 def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The global rows of raw ids, [n], by the maps of all ranks in turn.
+    """The global rows of raw ids, [n], given the maps of all ranks in order.
 
-    A rank has the raw ids of one range. Those that have no row take its last one.
+    Each rank has one range of raw ids. Raw ids without a row share the rank's last row.
     """
     row_of = dict[int, int]()
     for shard in shards:
@@ -279,7 +281,7 @@ def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64
 def gathered_model(
     sizes: ModelOptions, tables: Tables, shards: Mapping[str, list[IdMap]], buffers: Tables
 ) -> ClickModel:
-    """A model in evaluation mode that holds these tables, maps and buffers, and is not sharded."""
+    """An unsharded model in evaluation mode with these tables, maps and buffers."""
     model = ClickModel(sizes).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -298,8 +300,8 @@ def _last_logits(model: ClickModel, stream: StreamOptions, sizes: ModelOptions) 
     featurizer = Featurizer(sizes)
     for features in map(featurizer.features, batches(stream, sizes)):
         last = features
-    # As replicas compute: more threads may add sums in another order.
+    # Use one thread like the replicas, because more threads may add up sums in another order.
     torch.set_num_threads(1)
-    # The first lookup logs a warning for authors of TorchRec.
+    # The first lookup logs a warning that only concerns TorchRec's authors.
     logging.getLogger("torch.fx._symbolic_trace").disabled = True
     return outputs(model, click_batch(last)).numpy()

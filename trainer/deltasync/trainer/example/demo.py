@@ -34,20 +34,21 @@ from deltasync.trainer.example.stream import count_events
 check_needs(*TRAINER, *SERVICE)
 
 MODEL = "clicks"
-# States of a fleet whose replicas all hold every row as the model has it, or every release that there is.
+# States in which all replicas of a fleet have every row of the model, or every release.
 IN_SYNC = frozenset({"in sync"})
 CURRENT = frozenset({"in sync", "current"})
 _SYNTHETIC_EVENTS = 75_000
-# Many processes import PyTorch before they are ready, on what may be few cores.
+# Many processes import PyTorch before they are ready, perhaps on few cores.
 _PATIENCE_SECONDS = 300.0
 _POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A consumer and its replicas, whose names no other fleet has.
+    """A consumer and its replicas, whose names are unique among all fleets.
 
-    The replicas of a `frozen` fleet are predictors that take no release from half time on. Nobody waits for them.
+    The replicas of a `frozen` fleet are predictors that apply no release in the second half. The demo does not
+    wait for them at the end.
     """
 
     consumer: str
@@ -57,7 +58,7 @@ class Fleet:
 
     @property
     def serves(self) -> bool:
-        """Whether its replicas answer over HTTP, from quantised tables; others score the stream by themselves."""
+        """Whether its replicas answer over HTTP from quantised tables, instead of scoring in their own process."""
         return self.policy.value_type.tbe_bits is not None
 
 
@@ -76,7 +77,7 @@ class DemoOptions:
 
     @property
     def fleets(self) -> list[Fleet]:
-        """The first one is compared with the trainer."""
+        """The fleets to run. The demo compares the first one with the trainer."""
         synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
         if not synced.serves:
             return [synced]
@@ -85,7 +86,11 @@ class DemoOptions:
 
 
 def checked(options: DemoOptions) -> DemoOptions:
-    """The same options, with an equal number of events for every rank; InvalidInput if they do not fit."""
+    """Check options; returns them with an equal number of events for every rank.
+
+    Raises:
+        InvalidInput: the options do not fit together, or there are too few events.
+    """
     stream, training = options.stream, options.training
     training.check_shares(stream.batch_size, options.ranks)
     if options.sizes.managed and training.input == "tensordict":
@@ -97,7 +102,7 @@ def checked(options: DemoOptions) -> DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """Run the demo; its report. The folder of logs and results stays if something failed or differs."""
+    """Run the demo and return its report. Keeps the folder of logs and results if something failed or differs."""
     from deltasync.trainer.example.report import all_equal, build_report
 
     options = checked(options)
@@ -122,8 +127,8 @@ def play(
 ) -> None:
     """Run a service, a trainer and fleets to the end of the stream, and until the fleets are in a state `until`.
 
-    The processes leave their results in `folder`. The last replica of the last fleet also scores with a copy that
-    is frozen at half time, or is itself frozen then. The options are `checked` ones.
+    The processes write their results to `folder`. The last replica of the last fleet also scores with a copy that
+    is frozen halfway through, or is itself frozen then. `options` come from `checked`.
     """
     with Processes(folder) as processes:
         run = _Run(options, fleets, folder, console, processes)
@@ -134,16 +139,16 @@ def play(
         (folder / "start.new").rename(folder / "start")
         run.watch_trainer()
         lacking = "row" if until == IN_SYNC else "release"
-        run.say(f"all {run.steps} steps are trained; waiting until the replicas hold every {lacking}")
+        run.say(f"all {run.steps} steps are trained; waiting until the replicas have every {lacking}")
         run.show(run.wait_for(until))
         if options.hold:
             run.hold()
         run.say("stopping the replicas and the service")
         for name in run.replicas:
             processes.stop(name)
-        if processes.status("service") is None:  # With --hold somebody may have killed it.
+        if processes.status("service") is None:  # With --hold the user may have killed it.
             processes.stop("service")
-        run.say("comparing what they held with what the trainer has")
+        run.say("comparing the replicas' rows with the trainer's")
 
 
 class _Run:
@@ -166,7 +171,7 @@ class _Run:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def start_service(self) -> None:
-        self.say("starting the service; the first time its kernels are compiled, half a minute or more")
+        self.say("starting the service; the first time, compiling its kernels takes half a minute or more")
         service, secure = DemoService(self._processes, self._credentials.service_arguments), self._options.secure
         self._http = service.http
         self._credentials.write(service)
@@ -174,13 +179,13 @@ class _Run:
         for fleet in self._fleets:
             admin.create_consumer(fleet.consumer, MODEL, fleet.policy)
         name = self._fleets[0].consumer
-        self.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
+        self.say(f"service: pid {service.pid}, gRPC on {service.grpc}; while it runs, try")
         lag = f"deltasync lag {name} --endpoint {self._credentials.file(STATUS)}"
         self.say(f"  {lag if secure else f'curl {service.http}/consumers/{name}/lag'}")
         self.say(f"  {service.http}/ in a browser{', with the token' if secure else ''}")
 
     def start_others(self) -> None:
-        self.say("starting the trainer and the replicas, and waiting until these hold its first model")
+        self.say("starting the trainer and the replicas, and waiting until the replicas have the first model")
         options, start = self._options, self._processes.start
         shared = [*arguments(self._stream, options.sizes), "--results", str(self._processes.folder)]
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m"]
@@ -198,7 +203,7 @@ class _Run:
                 start(name, ["deltasync.trainer.example.replica", *follow, *shared])
 
     def poll(self) -> list[dict[str, Any]]:
-        """The lag of each fleet; empty while the service is away. Raises DemoFailed if a process failed."""
+        """The lag of each fleet; empty while the service does not answer. DemoFailed if a process failed."""
         for name in ("trainer", *self.replicas, "service"):
             self._processes.running(name)
         try:
@@ -207,7 +212,7 @@ class _Run:
             return []
 
     def wait_for(self, states: frozenset[str]) -> dict[str, Any]:
-        """Wait until all fleets are complete and in one of these states; the lag of the first."""
+        """Wait until all fleets are complete and in one of these states; returns the lag of the first fleet."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             lags = self.poll()
@@ -216,11 +221,11 @@ class _Run:
                 return lags[0]
             if time.monotonic() > deadline:
                 why = "; ".join(lacking) or "the service does not answer"
-                raise DemoFailed(f"the replicas did not hold the model within {_PATIENCE_SECONDS:.0f} s: {why}")
+                raise DemoFailed(f"the replicas did not get the model within {_PATIENCE_SECONDS:.0f} s: {why}")
             time.sleep(_POLL_SECONDS)
 
     def watch_trainer(self) -> None:
-        """Show how far the trainer is until it has ended."""
+        """Show the trainer's progress until it ends."""
         while self._processes.running("trainer"):
             for lag in self.poll()[:1]:
                 self.show(lag)
@@ -236,11 +241,11 @@ class _Run:
             self.say(f"{head}  lag {far}, {behind['seconds']:.1f} s{unsent}")
 
     def hold(self) -> None:
-        """Wait for Ctrl-C, and report each process that ends meanwhile: people may break them on purpose."""
-        self.say(f"the trainer has ended; all else stays up until Ctrl-C: {self._http}/ shows it")
+        """Wait for Ctrl-C. Only report processes that end, because the user may break them on purpose."""
+        self.say(f"the trainer has ended; everything else runs until Ctrl-C; see {self._http}/")
         running = [*self.replicas, "service"]
         pids = ", ".join(f"{name} {self._processes.pid(name)}" for name in running)
-        self.say(f"  break what you like, by its pid: {pids}")
+        self.say(f"  processes to stop or kill, by pid: {pids}")
         with suppress(KeyboardInterrupt):
             while True:
                 for name in list(running):
@@ -251,10 +256,10 @@ class _Run:
 
 
 def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
-    """Why a fleet is not complete or not in one of the states; empty if it is, or need not be."""
+    """Why a fleet is not complete or not in one of the states; empty if it is, or does not need to be."""
     complete = len(lag["replicas"]) == len(fleet.replicas)
     in_state = bool(lag["head"]) and complete and lag["state"] in states and not lag["lag"]["versions"]
-    if in_state or (fleet.frozen and lag["head_step"]):  # A frozen fleet counts until something is trained.
+    if in_state or (fleet.frozen and lag["head_step"]):  # Only wait for a frozen fleet before training starts.
         return ""
     there = f"{len(lag['replicas'])} of {counted(len(fleet.replicas), 'replica')}"
     return f"consumer {fleet.consumer} has {there} and is {lag['state']}: {lag['reason']}"
@@ -267,10 +272,10 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @click.option(
     "--model",
     type=click.Choice(["clicks", "mch"]),
-    help="clicks: a row for each id. mch: raw ids get rows by managed collision; the default with --serve.",
+    help="clicks: one row per id. mch: managed collision maps raw ids to rows; the default with --serve.",
 )
 @flags(TrainingOptions, "training", ("input", "grad_accum", "amp"))
-@click.option("--top-k", type=float, help="Send the rows that changed most: a share below 1, or a number of rows.")
+@click.option("--top-k", type=float, help="Only send the rows that changed most: a share below 1, or a number.")
 @click.option(
     "--dtype",
     type=click.Choice([each.value for each in ValueType]),
@@ -289,7 +294,7 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @click.option(
     "--hold",
     is_flag=True,
-    help="Keep all processes running at the end, until Ctrl-C, for you to inspect and to break.",
+    help="Keep all processes running at the end, until Ctrl-C, so that you can inspect and break them.",
 )
 def demo(
     stream: StreamOptions,
@@ -303,15 +308,15 @@ def demo(
     """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
 
     Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one that
-    is frozen at half time. At the end the demo compares every row of both replicas with the trainer's, also
-    buffers and the map of raw ids if the model has any, and the replicas' outputs for the last events.
+    is frozen halfway through. At the end the demo compares every row of both replicas with the trainer's,
+    including buffers and the map of raw ids if the model has any, and the replicas' outputs for the last events.
 
-    With --serve the replicas are predictors that answer over HTTP; one of them is frozen at half time.
+    With --serve the replicas are predictors that answer over HTTP; one of them is frozen halfway through.
     """
-    if file and not file.parent.is_dir():  # Not only at the end, when everything has run.
+    if file and not file.parent.is_dir():  # Check before the run, not after it.
         raise click.UsageError(f"--json {file}: there is no folder {file.parent}")
     if serve and dtype not in ("fp32", f"{serve}-tbe"):
-        raise click.UsageError(f"--serve {serve}: tables so quantised take --dtype {serve}-tbe only")
+        raise click.UsageError(f"--serve {serve} quantises tables: leave out --dtype, or use --dtype {serve}-tbe")
     try:
         policy = Policy(top_k=top_k, value_type=ValueType(f"{serve}-tbe" if serve else dtype))
     except InvalidInput as error:
@@ -319,12 +324,13 @@ def demo(
     if stream.data == "synthetic" and stream.events is None:
         stream = replace(stream, events=_SYNTHETIC_EVENTS)
     sizes = ModelOptions(managed=model == "mch" or (model is None and policy.value_type.tbe_bits is not None))
-    # As Ctrl-C: the processes end too.
+    # Exit as with Ctrl-C, so that the processes end too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     console = Console()
     console.print("loading PyTorch and TorchRec")
-    from deltasync.trainer.example.report import all_equal, print_report  # Takes seconds, which help does not.
+    # Import this late: it takes seconds, and --help does not need it.
+    from deltasync.trainer.example.report import all_equal, print_report
 
     report = run_demo(DemoOptions(stream=stream, sizes=sizes, policy=policy, **settings), console)
     print_report(report, console)

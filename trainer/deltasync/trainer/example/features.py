@@ -1,4 +1,4 @@
-"""Features of events, each made only from the events before it."""
+"""Computes the features of each event, only from earlier events."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptio
 from deltasync.trainer.example.stream import RatingEvents
 
 SPARSE_FEATURES = ("user", "item", "cross", "hour", "history")
-"""All but `history` have one id per event."""
+"""All except `history` have one id per event."""
 DENSE_FEATURES = ("user_events", "item_events", "hour_sin", "hour_cos")
 
 _HISTORY = 5
@@ -31,7 +31,7 @@ class Features:
     ids: dict[str, NDArray[np.int64]]
     """[n] ids of `user`, `item`, `cross` and `hour`: rows of these tables, or raw ids of users and items."""
     history: NDArray[np.int64]
-    """[sum of history_lengths] the items that the user of each event liked last, oldest first."""
+    """[sum of history_lengths] the last items that each event's user liked, oldest first."""
     history_lengths: NDArray[np.int32]
     """[n] entries of `history` that belong to each event."""
 
@@ -40,11 +40,11 @@ class Features:
 
 
 class Featurizer:
-    """Turns a stream of events into features, and remembers what it has seen.
+    """Turns a stream of events into features, with counts and histories of the events so far.
 
-    The features depend on the order of the events alone, not on how the stream is cut into calls. Raw ids get the
-    rows of a table in the order of their first appearance. Once a table is full, further ids share the rows of
-    others by their hash, counts and history included: so the sizes of the tables bound the memory.
+    The features only depend on the order of the events, not on how calls split the stream. Raw ids get rows of a
+    table in the order of their first appearance. Once a table is full, further ids share rows by their hash, with
+    their counts and histories. The sizes of the tables therefore limit the memory.
     """
 
     def __init__(self, model: ModelOptions) -> None:
@@ -66,7 +66,7 @@ class Featurizer:
             past = self._liked.get(user_row, ())
             history += past
             lengths.append(len(past))
-            # Only now: an event must not be among its own features.
+            # Update the counts last, because an event must not be in its own features.
             self._user_events[user_row] += 1
             self._item_events[item_row] += 1
             if label == 1:
@@ -94,7 +94,7 @@ class Featurizer:
 
 
 def hash_to(buckets: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A bucket from 0 to buckets - 1 for each row of the columns, the same on every machine (SplitMix64)."""
+    """Hash each row of the columns to a bucket from 0 to buckets - 1, equally on all machines (SplitMix64)."""
     mixed = np.zeros(columns[0].shape, np.uint64)
     for column in columns:
         mixed = (mixed ^ column.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)

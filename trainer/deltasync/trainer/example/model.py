@@ -1,4 +1,4 @@
-"""The example's model, a click predictor in the shape of DLRM, its batches, and the same model quantised."""
+"""The example's model, a DLRM click predictor; its batches, and its quantised form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from deltasync.trainer.example.options import MANAGED, RAW_IDS, ModelOptions
 from deltasync.trainer.pipelines.batches import FieldsBatch
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The loss that the pipeline calls backward() on, and index, logit and label of each event."""
+"""The loss for backward, and index, logit and label of each event."""
 
 QUANTISED = {ValueType.INT8_TBE: torch.qint8, ValueType.INT4_TBE: torch.quint4x2}
 """How TorchRec quantises the tables of a consumer with this value type."""
@@ -51,7 +51,7 @@ class ClickBatch(FieldsBatch):
 def click_batch(features: Features, rank: int = 0, ranks: int = 1) -> ClickBatch:
     """A rank's share of the events: rank, rank + ranks, ...
 
-    All ranks get equally many events, as TorchRec needs: it leaves out up to ranks - 1 events at the end.
+    All ranks get equally many events because TorchRec needs that; up to ranks - 1 events at the end are left out.
     """
     mine = slice(rank, len(features) - len(features) % ranks, ranks)
     single = [features.ids[name][mine] for name in SPARSE_FEATURES[:-1]]
@@ -65,13 +65,13 @@ def click_batch(features: Features, rank: int = 0, ranks: int = 1) -> ClickBatch
         lengths=torch.from_numpy(np.concatenate([np.ones(len(single) * lengths.size, np.int32), lengths])),
         stride=lengths.size,
     )
-    # Copies: the arrays of `features` may change later.
+    # Copy, because the arrays of `features` may change later.
     dense, label, index = (torch.tensor(each[mine]) for each in (features.dense, features.label, features.index))
     return ClickBatch(dense, sparse, label, index)
 
 
 def as_tensordict(batch: ClickBatch) -> TensorDict:
-    """The same as a TensorDict, whose sparse features are nested tensors."""
+    """Convert a batch to a TensorDict with nested tensors for sparse features."""
     sparse = {
         name: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
         for name, jagged in batch.sparse.to_dict().items()
@@ -81,10 +81,10 @@ def as_tensordict(batch: ClickBatch) -> TensorDict:
 
 
 class ClickModel(nn.Module):
-    """Embeddings, a bottom MLP over the dense features, dot products of all pairs, a top MLP.
+    """Embeddings, a bottom MLP for the dense features, dot products of all pairs, and a top MLP.
 
     After "Deep Learning Recommendation Model for Personalization and Recommendation Systems"
-    (Naumov et al., 2019). Trainers shard it, predictors use it as it is.
+    (Naumov et al., 2019). Trainers shard it, predictors do not.
     """
 
     def __init__(self, options: ModelOptions, device: torch.device | None = None) -> None:
@@ -100,7 +100,7 @@ class ClickModel(nn.Module):
         self._first, self._second = torch.triu_indices(vectors, vectors, offset=1).tolist()
 
     def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
-        """Log odds of a click, float32 [B], from dense features [B, 4] and the sparse ones."""
+        """Log odds of a click, float32 [B], from dense features [B, 4] and sparse features."""
         rows = self.sparse(sparse).values()
         pooled = rows if self.managed is None else torch.cat([self.managed(sparse)[0].values(), rows], dim=1)
         vectors = [pooled.view(-1, len(SPARSE_FEATURES), self._dim), self.bottom(dense).unsqueeze(1)]
@@ -110,15 +110,15 @@ class ClickModel(nn.Module):
         return logits
 
     def forward(self, batch: ClickBatch) -> Output:
-        """The loss of a batch, and the logits before anything is learnt from it."""
+        """Return the loss of a batch, and its logits before training on it."""
         return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
 
 
 class TensorDictClickModel(ClickModel):
-    """The same model, for batches that are TensorDicts."""
+    """The same model for TensorDict batches."""
 
     def forward(self, batch: TensorDict) -> Output:
-        """The loss of a batch, and the logits before anything is learnt from it."""
+        """Return the loss of a batch, and its logits before training on it."""
         return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
 
 
@@ -129,7 +129,7 @@ def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
 
 
 def quantised(model: ClickModel, value_type: ValueType) -> ClickModel:
-    """The same model, changed in place: its tables are quantised for a consumer with this value type."""
+    """Quantise a model's tables in place for a consumer with this value type; returns the model."""
     quantize_embeddings(model, dtype=QUANTISED[value_type], inplace=True)
     return model
 
@@ -161,7 +161,7 @@ def _managed_collision(options: ModelOptions, device: Any) -> ManagedCollisionEm
             zch_size=table.num_embeddings,
             device=device or torch.device("cpu"),
             eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=5,  # Batches after which rows may change hands.
+            eviction_interval=5,  # Batches between evictions.
             input_hash_size=RAW_IDS,
         )
         for table in tables
@@ -177,8 +177,9 @@ def _tables(options: ModelOptions, features: Mapping[str, list[str]]) -> list[Em
             num_embeddings=options.rows[table],
             embedding_dim=options.dim,
             feature_names=names,
-            # Of one id sum and mean are the same. TorchRec 1.8.0 divides all of a collection's means by their
-            # lengths, if it has one that is sharded by rows; those that are not have been divided before.
+            # Use MEAN only where needed; for one id, sum and mean are equal. If a table with MEAN is sharded by
+            # rows, TorchRec 1.8.0 divides all means of the collection by their lengths, even those of other
+            # tables, which are already divided.
             pooling=PoolingType.MEAN if "history" in names else PoolingType.SUM,
             weight_init_min=-0.05,
             weight_init_max=0.05,

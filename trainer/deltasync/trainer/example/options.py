@@ -1,4 +1,4 @@
-"""The options that the example's processes share: dataclasses that become flags, and flags for other processes."""
+"""Options that the example's processes share, as dataclasses and as command-line flags."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 HOURS_OF_WEEK = 168
 """Rows of the hour table. Hour 0 begins on Monday at 00:00 UTC."""
 RAW_IDS = 2**62
-"""Raw ids of users and items are spread evenly from 0 up to here."""
+"""Upper limit of raw ids of users and items, which are spread evenly from 0."""
 MANAGED = {"user": ["user"], "item": ["item", "history"]}
-"""The tables with managed collision, and the features that look rows up in each."""
+"""The tables with managed collision, and the features that are looked up in each."""
 
 
 def _flag(default: Any, says: str, kind: Any = None) -> Any:
@@ -28,51 +28,51 @@ def _flag(default: Any, says: str, kind: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes of the click model. A trainer and its predictors must have the same."""
+    """Sizes of the click model, which must be the same for a trainer and its predictors."""
 
-    users: int = _flag(20_000, "Number of users and rows of their table; with --managed a fourth of the rows.")
-    items: int = _flag(12_000, "Number of items and rows of their table; with --managed a fourth of the rows.")
+    users: int = _flag(20_000, "Number of users; their table has as many rows, or a quarter with --managed.")
+    items: int = _flag(12_000, "Number of items; their table has as many rows, or a quarter with --managed.")
     cross_buckets: int = _flag(10_000, "Rows of the table of user-item crosses.")
-    dim: int = _flag(16, "Values of a row; even.")
+    dim: int = _flag(16, "Values per row; even.")
     hidden: int = _flag(32, "Width of the hidden layers.")
-    managed: bool = _flag(False, "Map raw ids to rows by managed collision; normalise dense layers.")
+    managed: bool = _flag(False, "Map raw ids to rows with managed collision, and add batch normalisation.")
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "cross_buckets", "dim", "hidden"):
             check_whole(name, getattr(self, name), least=2)
         if self.dim % 2:
-            raise InvalidInput(f"dim: {self.dim}, expected an even number: one table is sharded by columns")
+            raise InvalidInput(f"dim: {self.dim}, expected an even number, because a table is sharded by columns")
 
     @property
     def managed_tables(self) -> tuple[str, ...]:
-        """The tables whose rows go to raw ids."""
+        """The tables whose rows managed collision assigns to raw ids."""
         return tuple(MANAGED) if self.managed else ()
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows by table."""
+        """Number of rows by table."""
         rest = {"cross": self.cross_buckets, "hour": HOURS_OF_WEEK}
         if self.managed:
-            # A row for every fourth id, so that rows change hands.
+            # Fewer rows than ids, so that managed collision evicts some.
             return {"user": -(-self.users // 4), "item": -(-self.items // 4), **rest}
         return {"user": self.users, "item": self.items, **rest, "history": self.items}
 
     @property
     def ids(self) -> dict[str, int]:
-        """The number of ids of each sparse feature; they count from 0."""
+        """The number of possible ids of each sparse feature, from 0."""
         return {**self.rows, **{name: RAW_IDS for table in self.managed_tables for name in MANAGED[table]}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """The stream of events. Processes with equal options see the same events at the same time."""
+    """The stream of events. Processes with equal options get the same events at the same time."""
 
     data: str = _flag("synthetic", "synthetic, or ratings:PATH, a file of ratings.")
     events: int | None = _flag(None, "Number of events; all by default.", click.IntRange(1))
-    events_per_second: float = _flag(1250.0, "Events that arrive per second.")
+    events_per_second: float = _flag(1250.0, "Number of events per second.")
     batch_size: int = _flag(128, "Events per step, over all ranks.")
     start_file: Path | None = _flag(
-        None, "File with the unix time of the first event; the process waits for it.", click.Path(path_type=Path)
+        None, "File to wait for, with the Unix time of the first event.", click.Path(path_type=Path)
     )
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class StreamOptions:
 class TrainingOptions:
     """How the trainer trains."""
 
-    grad_accum: int = _flag(1, "Micro-batches of a batch; the optimizer steps once per batch.")
+    grad_accum: int = _flag(1, "Micro-batches per batch; the optimizer steps once per batch.")
     amp: bool = _flag(False, "Run forward in bfloat16.")
     input: str = _flag("kjt", "Container of the features of a batch.", click.Choice(["kjt", "tensordict"]))
 
@@ -94,21 +94,24 @@ class TrainingOptions:
     @property
     def pipeline(self) -> "PipelineOptions":
         """The options of the pipeline."""
-        from deltasync.trainer.pipelines import PipelineOptions  # It imports torch, which help does not need.
+        from deltasync.trainer.pipelines import PipelineOptions  # Imports torch, which --help does not need.
 
         return PipelineOptions(grad_accum=self.grad_accum, enable_amp=self.amp)
 
     def check_shares(self, batch_size: int, ranks: int) -> None:
-        """Check that ranks and micro-batches share a batch evenly; InvalidInput if they do not."""
+        """Check that a batch divides evenly among ranks and micro-batches; InvalidInput if it does not."""
         if batch_size % (multiple := ranks * self.grad_accum):
-            micro = f", {self.grad_accum} micro-batches each" if self.grad_accum > 1 else ""
+            micro = f" with {self.grad_accum} micro-batches each" if self.grad_accum > 1 else ""
             raise InvalidInput(
-                f"batch_size: {batch_size}, {ranks} ranks share it evenly{micro}; choose a multiple of {multiple}"
+                f"batch_size: {batch_size}, expected a multiple of {multiple}, for {ranks} ranks{micro}"
             )
 
 
 def flags(kind: type[Any], name: str, only: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Give a click command a flag for each field of a dataclass, or for some `only`, and the object as `name`."""
+    """Add a flag to a click command for each field of a dataclass, or only for some.
+
+    The command gets an object of the dataclass as argument `name`.
+    """
     chosen = [each for each in fields(kind) if not only or each.name in only]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +132,7 @@ def flags(kind: type[Any], name: str, only: tuple[str, ...] = ()) -> Callable[[C
 
 
 def arguments(*options: Any) -> list[str]:
-    """The flags that give another process the same options."""
+    """Command-line flags that pass the same options to another process."""
     words = list[str]()
     for name, value in (item for each in options for item in vars(each).items()):
         if value is True:

@@ -1,4 +1,4 @@
-"""A predictor to copy: it scores events over HTTP, from quantised tables that are kept fresh in place.
+"""A predictor to copy: it scores events over HTTP, with quantised tables that it updates in place.
 
 python -m deltasync.trainer.example.predictor --service localhost:50051 --consumer predictors --managed
 
@@ -47,24 +47,26 @@ from deltasync.trainer.example.model import QUANTISED, ClickBatch, ClickModel, c
 from deltasync.trainer.example.options import ModelOptions, flags
 
 MOST_EVENTS = 1024
-"""Limit of one request."""
+"""Maximum number of events in a request."""
 MOST_BYTES = 1 << 20
-"""Limit of one request's body."""
+"""Maximum size of a request's body."""
 MOST_WAITING = 100
-"""Requests that may wait for a thread. Further ones would be answered too late, so they are refused at once."""
+"""Maximum number of requests that wait for a thread. It refuses more at once, rather than answer too late."""
 DRAIN_SECONDS = 15
 _BODY_SECONDS = 10.0
 _SINGLE = SPARSE_FEATURES[:-1]
-# Far beyond any real value, and small enough for float32 to multiply two of them.
+# Far above any real value, but small enough to multiply two of them in float32.
 _LARGEST = 1e6
 
-# FailFast: to list a hundred thousand wrong entries would stop all threads for a second.
+# Use FailFast, because listing a hundred thousand wrong entries would block all threads for a second.
 _Id = Annotated[int, Field(ge=0, lt=2**63)]
 _Value = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
 class PredictionEvent(BaseModel):
-    """The features of one event. Other fields are ignored: a client may know a feature before the model does."""
+    """The features of one event. Ignores other fields, because a client may send new features before the model
+    uses them.
+    """
 
     dense: list[_Value] = Field(min_length=len(DENSE_FEATURES), max_length=len(DENSE_FEATURES))
     user: _Id
@@ -85,10 +87,10 @@ class Prediction(BaseModel):
 
     Attributes:
         scores: log odds of a click for each event.
-        version: of the model, as lag and the trainer count.
+        version: the model's version number.
         step: the trainer's step of that version; null if unknown.
-        age_seconds: since the newest event that it was trained on, or since its step ended; null if unknown.
-        age_of: which of the two: `event` or `step`.
+        age_seconds: time since the newest event that it was trained on, or since its step ended; null if unknown.
+        age_of: the start of `age_seconds`: `event` or `step`.
     """
 
     scores: list[float]
@@ -99,7 +101,7 @@ class Prediction(BaseModel):
 
 
 def request_of(features: Features) -> bytes:
-    """The body that asks for the scores of these events."""
+    """The request body for these events."""
     history = np.split(features.history, np.cumsum(features.history_lengths)[:-1])
     columns = {"dense": features.dense.tolist(), "history": [items.tolist() for items in history]}
     columns |= {name: features.ids[name].tolist() for name in _SINGLE}
@@ -108,7 +110,7 @@ def request_of(features: Features) -> bytes:
 
 
 def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
-    """Read a `PredictionRequest`, with ids of each feature below `ids`; InvalidInput names what is wrong."""
+    """Parse a `PredictionRequest` whose ids are below `ids` for each feature; InvalidInput names the problem."""
     try:
         events = PredictionRequest.model_validate_json(body, strict=True).events
     except ValidationError as error:
@@ -135,27 +137,27 @@ class MeteredTarget(TorchTarget):
         super().__init__(module)
         self.registry = its = CollectorRegistry()
         self.predict_seconds = Histogram(
-            "predictor_predict_seconds", "How long a request took, waiting for a release included.", registry=its
+            "predictor_predict_seconds", "Time per request, including waits for a release.", registry=its
         )
-        self.rows = Counter("predictor_rows_applied", "Rows of releases, deletes included.", registry=its)
-        self.apply_seconds = Histogram("predictor_apply_seconds", "How long a release took.", registry=its)
+        self.rows = Counter("predictor_rows_applied", "Rows of releases, including deletes.", registry=its)
+        self.apply_seconds = Histogram("predictor_apply_seconds", "Time to apply a release.", registry=its)
 
     def watch(self, subscriber: Subscriber) -> None:
-        """Read a subscriber at each scrape."""
+        """Add metrics of a subscriber."""
 
         def age() -> float:
             behind = seconds_behind(subscriber.event_time_unix_ns, time.time_ns())
             return math.nan if behind is None else behind
 
         for name, text, value in (
-            ("ready", "1 while /ready says so.", lambda: subscriber.ready),
-            ("version", "The model's version that is served.", lambda: subscriber.version.number),
-            ("event_age_seconds", "Since the newest event that this version was trained on; NaN if unknown.", age),
+            ("ready", "1 while /ready answers 200.", lambda: subscriber.ready),
+            ("version", "The model version that is served.", lambda: subscriber.version.number),
+            ("event_age_seconds", "Age of the newest event that this version has seen; NaN if unknown.", age),
         ):
             Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
 
     def apply(self, release: Release) -> Written | None:
-        """See `TorchTarget.apply`. The result is what proves that the rows were written: a target hands it on."""
+        """See `TorchTarget.apply`. Returns its result, which proves that the rows were written."""
         with self.apply_seconds.time():
             written = super().apply(release)
         self.rows.inc(sum(len(each.ids) for each in release.rows))
@@ -168,7 +170,7 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
     with target.reading() as reading, torch.inference_mode():
         scores = cast("ClickModel", reading.module).logits(batch.dense, batch.sparse)
     if not scores.isfinite().all():
-        raise DeltasyncError(f"version {reading.version} of the model gives scores that are no finite numbers")
+        raise DeltasyncError(f"version {reading.version} of the model gives scores that are not finite")
     return Prediction(
         scores=scores.tolist(),
         version=reading.version,
@@ -191,28 +193,28 @@ def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, 
 
     @app.get("/ready")
     async def ready() -> str:
-        """Whether to send requests here; 503 says why not."""
+        """Say whether to send requests here; a 503 says why not."""
         if not subscriber.ready:
             raise ServiceUnavailable(f"not ready: {subscriber.readiness.reason}")
         return "ready"
 
     @app.post("/predict")
     async def answer(request: Request) -> Prediction:
-        """Score events; the answer has the version that made the scores, and its age."""
+        """Score events; the answer includes the version that made the scores, and its age."""
         await ready()
         body = await _body(request)
         if places.locked():
-            raise ServiceUnavailable(f"busy: {MOST_WAITING} requests wait already")
+            raise ServiceUnavailable(f"busy: {MOST_WAITING} requests are already waiting; try again later")
         async with places:
             with target.predict_seconds.time():
                 return await asyncio.get_running_loop().run_in_executor(forwards, predict, target, ids, body)
 
     @app.get("/livez")
     async def livez() -> str:
-        """Whether to leave the process running, ready or not; 500 says why not."""
+        """Say whether to leave the process running, ready or not; a 500 says why not."""
         try:
             subscriber.check()
-        except Exception as error:  # Whatever it was, a new process may mend it.
+        except Exception as error:  # Whatever the error is, a new process may fix it.
             raise HTTPException(500, f"the subscriber has stopped: {error}") from error
         return "alive"
 
@@ -235,31 +237,31 @@ async def _body(request: Request) -> bytes:
     except TimeoutError as error:
         raise HTTPException(408, f"body: not complete after {_BODY_SECONDS:.0f} s") from error
     except ClientDisconnect as error:
-        raise InvalidInput("body: it ends in the middle") from error
+        raise InvalidInput("body: incomplete, because the client has disconnected") from error
     return bytes(body)
 
 
 @click.command(context_settings=CONTEXT)
 @flags(ModelOptions, "sizes")
 @service_options(default=None)
-@click.option("--consumer", default="predictors", help="The consumer it belongs to.")
-@click.option("--replica", default=socket.gethostname, show_default="host name", help="Its name in that consumer.")
-@click.option("--checkpoints", default="", metavar="URL", help="Begin with the newest checkpoint at this URL.")
+@click.option("--consumer", default="predictors", help="Consumer of this replica.")
+@click.option("--replica", default=socket.gethostname, show_default="host name", help="Name of this replica.")
+@click.option("--checkpoints", default="", metavar="URL", help="Start with the newest checkpoint at this URL.")
 @click.option(
     "--value-type",
     type=click.Choice([each.value for each in QUANTISED]),
     default=ValueType.INT8_TBE.value,
-    help="The value type of the consumer; tables are quantised the same way.",
+    help="Value type of the consumer, and type of the quantised tables.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--http-port", type=click.IntRange(1, 65535), default=8081, help="Port to listen on.")
 def main(sizes: ModelOptions, value_type: str, host: str, http_port: int, **settings: Any) -> None:
     """Score events over HTTP until SIGTERM."""
     log_to_stderr()
-    keep_freed_memory()  # Large releases come faster with it.
-    # SIGTERM acts as Ctrl-C: uvicorn answers the requests that it has, and returns.
+    keep_freed_memory()  # Makes large releases faster.
+    # SIGTERM acts like Ctrl-C: uvicorn finishes its current requests and returns.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Forwards run side by side, each on one core; torch would give all cores (OMP_NUM_THREADS) to each of them.
+    # Run several forwards in parallel, each on one core. Torch would use all cores (OMP_NUM_THREADS) for each.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     target = MeteredTarget(quantised(ClickModel(sizes).eval(), ValueType(value_type)))

@@ -1,4 +1,4 @@
-"""The demo's processes on loopback, the service among them, and how each reaches the service."""
+"""The demo's processes on loopback, including the service, and their credentials for the service."""
 
 import json
 import os
@@ -20,11 +20,11 @@ ADMIN, STATUS = "admin", "status"
 
 
 class DemoFailed(DeltasyncError):
-    """A process of the demo failed, or did not do its part in time."""
+    """A process of the demo failed or timed out, or its results are wrong."""
 
 
 class Processes:
-    """Named child processes, each with a log file in a folder. They end with the block."""
+    """Named child processes, each with a log file in a folder. They end at the end of the block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,37 +33,37 @@ class Processes:
     def start(self, name: str, arguments: Sequence[str]) -> None:
         """Start `python -m ARGUMENTS`, with its output in NAME.log."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
-        # People read the log where something fails. One thread each: there are more processes than cores.
+        # Text logs, because users read them if something fails. One thread each, for more processes than cores.
         environment |= {"DELTASYNC_LOG_FORMAT": "text", "OMP_NUM_THREADS": "1"}
         environment |= {"PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         command = [sys.executable, "-m", *arguments]
         with (self.folder / f"{name}.log").open("ab") as log:
-            # A group of its own: Ctrl-C is for the parent, which then ends the process.
+            # Use a new process group: Ctrl-C must only reach the parent, which then ends the process.
             self._running[name] = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
             )
 
     def tail(self, name: str) -> str:
-        """The last lines of its log."""
+        """The last lines of the process's log."""
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
     def pid(self, name: str) -> int:
-        """Its process id."""
+        """The process id."""
         return self._running[name].pid
 
     def status(self, name: str) -> int | None:
-        """The status that it ended with; None while it runs."""
+        """The exit status of the process; None while it runs."""
         return self._running[name].poll()
 
     def running(self, name: str) -> bool:
-        """Whether it runs; DemoFailed if it ended with a status other than 0."""
+        """Whether the process runs; DemoFailed if it ended with a status other than 0."""
         if status := self.status(name):
             raise DemoFailed(f"{name} ended with status {status}; the end of its log:\n{self.tail(name)}")
         return self.status(name) is None
 
     def stop(self, name: str) -> None:
-        """Ask it to end, even if it is halted, and wait; DemoFailed if it does not end in time with status 0."""
+        """Ask the process to end, even if it is stopped, and wait; DemoFailed unless it exits with 0 in time."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self._running[name].send_signal(number)
         try:
@@ -93,28 +93,29 @@ class DemoService:
         from deltasync.kernels.compiled import warm
 
         self.data_dir = processes.folder / "data-service"
-        warm()  # Compile here, once for all processes: the service would not listen meanwhile.
+        warm()  # Compile here, once for all processes, because the service would only listen after compiling.
         listen = ["--data-dir", str(self.data_dir), "--grpc-port", "0", "--http-port", "0"]
         processes.start("service", ["deltasync", "serve", *listen, *arguments])
         self.pid = processes.pid("service")
         endpoints, deadline = self.data_dir / "endpoints.json", time.monotonic() + _START_SECONDS
         while not endpoints.exists():
             if not processes.running("service") or time.monotonic() > deadline:
-                raise DemoFailed(f"the service does not listen; its log:\n{processes.tail('service')}")
+                raise DemoFailed(f"the service did not start; the end of its log:\n{processes.tail('service')}")
             time.sleep(_POLL_SECONDS)
         addresses = json.loads(endpoints.read_text())
         self.grpc, self.http = addresses["grpc"], addresses["http"]
 
 
 class ProcessCredentials:
-    """Endpoint files by which processes reach the service, with the credentials of each.
+    """Endpoint files for all processes, with the credentials of each.
 
-    In plain text, only the administrator has a token. With `secure`, everything speaks mutual TLS: each process
-    has a certificate of its own with the one role that it needs, and status is read with a token.
+    Without `secure`, only the administrator has a token, and connections are plain text. With `secure`, all
+    connections use mutual TLS: each process has its own certificate with the one role that it needs, and reads of
+    status use a token.
     """
 
     def __init__(self, folder: Path, roles: Mapping[str, str], *, secure: bool) -> None:
-        """`roles` are those of the processes by name, as in a roles file."""
+        """Write tokens and certificates. `roles` has the role of each process by name, as in a roles file."""
         self._folder, self._secure = folder, secure
         self._names = [ADMIN, *roles]
         token = secrets.token_urlsafe()
@@ -122,7 +123,7 @@ class ProcessCredentials:
         if not secure:
             self.service_arguments = ["--admin-token-file", str(folder / f"{ADMIN}-token")]
             return
-        # Only `deltasync[service]` has what makes certificates.
+        # Import this late: making certificates needs `deltasync[service]`.
         from deltasync.access.roles import token_digest
         from deltasync.cli.certs import write_certificates
 
@@ -137,7 +138,7 @@ class ProcessCredentials:
         self.service_arguments = [*tls, "--roles", str(folder / "roles.toml")]
 
     def write(self, service: DemoService) -> None:
-        """Write the endpoint files, once the service listens."""
+        """Write the endpoint files, after the service has started to listen."""
         for name in (STATUS, *self._names):
             settings = {"address": service.grpc, "http": service.http}
             if self._secure:
@@ -153,7 +154,7 @@ class ProcessCredentials:
         return self._folder / f"endpoint-{name}.toml"
 
     def endpoint(self, name: str) -> Endpoint:
-        """The same as an object."""
+        """The endpoint of a process as an object."""
         return Endpoint.from_file(self.file(name))
 
     def _keep(self, name: str, content: str) -> None:

@@ -1,4 +1,4 @@
-"""Read a file of ratings: the columns it has, and what to do if it is no such file."""
+"""Reads a file of ratings, and says what to do with a file of another kind."""
 
 import csv
 import gzip
@@ -16,7 +16,7 @@ from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
 
 _COLUMNS = ("user", "item", "rating", "timestamp")
-# What a header calls the columns, in lower case and without anything but letters.
+# Names of the columns in headers, in lower case and only letters.
 _NAMES = {
     "user": ("user", "userid", "reviewerid"),
     "item": ("item", "itemid", "movieid", "productid", "asin", "parentasin"),
@@ -26,7 +26,7 @@ _NAMES = {
 _SEPARATORS = ("::", "\t", ",")
 _GZIP = b"\x1f\x8b"
 _CSV_REMEDY = "write user, item, rating and timestamp as CSV, for example with pandas"
-# How files begin that are no text with a rating a line, what they are, and what to do with them.
+# For files of other kinds: the first bytes, the kind, and what to do.
 _KINDS = (
     (_GZIP, "gzip in gzip", "unpack it once with gunzip"),
     (b"PK\x03\x04", "a zip archive", "unpack it with unzip, and name the file of ratings that is in it"),
@@ -42,17 +42,17 @@ _KINDS = (
     (b"SQLite format 3", "an SQLite database", _CSV_REMEDY),
     (b"{", "JSON", _CSV_REMEDY),
     (b"[", "JSON", _CSV_REMEDY),
-    (b"<", "HTML or XML", "download the file of ratings again: a web page may have come in its place"),
+    (b"<", "HTML or XML", "download the file of ratings again: this may be a web page instead"),
     (b"\xff\xfe\x00\x00", "text in UTF-32", "convert it: iconv -f UTF-32 -t UTF-8 FILE > NEW"),
     (b"\x00\x00\xfe\xff", "text in UTF-32", "convert it: iconv -f UTF-32 -t UTF-8 FILE > NEW"),
     (b"\xff\xfe", "text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
     (b"\xfe\xff", "text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
 )
-_SHOWN = 60  # Characters of a line or a value in an error.
+_SHOWN = 60  # Maximum characters of a line or a value in an error.
 _TAR_MARK, _TAR_AT = b"ustar", 257
 _ID = re.compile(r"\s*[0-9]{1,19}\s*")
 _LARGEST_ID = 2**63 - 1
-# Larger numbers are milliseconds since 1970: as seconds they would lie after the year 5138.
+# Larger numbers are milliseconds since 1970: as seconds they would be after the year 5138.
 _MOST_SECONDS = 10**11
 
 
@@ -74,14 +74,14 @@ class Ratings:
 
 
 def ratings_of(path: Path) -> Ratings:
-    """Read a file of ratings, one a line, as text or packed with gzip.
+    """Read a file with one rating per line, as text or compressed with gzip.
 
-    Fields are separated by `::`, tabs or commas. A header may name the columns, in any order; without one they are
+    The separator is `::`, a tab or a comma. A header may name the columns in any order; without a header they are
     user, item, rating and timestamp.
 
     Raises:
-        InvalidInput: the file cannot be read, or is of another kind, which the message names; or a line has no
-            rating, and the message names the line and the value.
+        InvalidInput: the file cannot be read, is of another kind, which the message names, or has an invalid line,
+            in which case the message names the line and the value.
     """
     text = _text_of(path)
     separator = next((each for each in _SEPARATORS if each in text.partition("\n")[0]), "::")
@@ -123,7 +123,7 @@ def _text_of(path: Path) -> str:
         raise InvalidInput(f"{path}: a tar archive, not a file of ratings; unpack it with tar -xf")
     if b"\0" in content:
         raise InvalidInput(f"{path}: binary data or text in UTF-16, not a file of ratings; {_CSV_REMEDY}")
-    # Only names in columns that are not read can have other letters than ASCII.
+    # Only columns that are not read can have characters other than ASCII, so replacing these does not matter.
     return content.decode("utf-8-sig", errors="replace").rstrip(" \r\n")
 
 
@@ -141,7 +141,7 @@ def _lines(path: Path, text: str, separator: str) -> Iterator[tuple[int, list[st
 
 
 class _Columns(NamedTuple):
-    """Places of the columns in a line, and how many fields it has."""
+    """Positions of the columns in a line, and its number of fields."""
 
     user: int
     item: int
@@ -151,10 +151,10 @@ class _Columns(NamedTuple):
 
 
 def _columns_of(header: list[str]) -> _Columns:
-    """The columns that a header names.
+    """Find the columns in a header.
 
     Raises:
-        ValueError: it lacks one.
+        ValueError: a column is missing.
     """
     # recbole adds the type to a name: `user_id:token`.
     names = [re.sub("[^a-z]", "", name.partition(":")[0].lower()) for name in header]
@@ -175,20 +175,20 @@ def _is_number(field: str) -> bool:
 
 def _id(column: str, field: str) -> int:
     if not _ID.fullmatch(field) or (number := int(field)) > _LARGEST_ID:
-        text = f"{column} {field[:_SHOWN]!r} is no whole number from 0 to {_LARGEST_ID}"
+        text = f"{column} {field[:_SHOWN]!r} is not a whole number from 0 to {_LARGEST_ID}"
         raise ValueError(f"{text}: number the {column}s first, for example with pandas.factorize")
     return number
 
 
 def _rating(field: str) -> float:
     if not _is_number(field) or not math.isfinite(rating := float(field)):
-        raise ValueError(f"rating {field[:_SHOWN]!r} is no finite number")
+        raise ValueError(f"rating {field[:_SHOWN]!r} is not a finite number")
     return rating
 
 
 def _seconds(field: str) -> int:
     if not _is_number(field) or not (seconds := float(field)).is_integer():
-        raise ValueError(f"timestamp {field[:_SHOWN]!r} is no whole number of seconds since 1970")
+        raise ValueError(f"timestamp {field[:_SHOWN]!r} is not a whole number of seconds since 1970")
     if abs(seconds) > _MOST_SECONDS:
         raise ValueError(f"timestamp {field[:_SHOWN]!r} is not in seconds since 1970: divide milliseconds by 1000")
     return int(seconds)

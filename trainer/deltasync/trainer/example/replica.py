@@ -1,7 +1,7 @@
-"""A replica of the demo: it scores the stream as it arrives, and leaves what it held in the end.
+"""A replica of the demo: it scores the stream as it arrives, and writes its scores and final rows to files.
 
-A predictor must score an event before the trainer learns from it. The demo's replicas see to that themselves,
-however busy the processor is: they apply a release once they have scored every batch that it was trained on.
+A predictor must score an event before the trainer learns from it. To ensure that on a busy machine too, the demo's
+replicas only apply a release after scoring every batch that it was trained on.
 """
 
 import copy
@@ -40,7 +40,7 @@ Logits = NDArray[np.float32]
 
 
 class HeldTarget(MeteredTarget):
-    """Applies a release once its batches are scored, and none of a step after `last_step`.
+    """Applies a release only after its batches are scored, and no release of a step after `last_step`.
 
     Each reading scores one batch.
 
@@ -55,7 +55,7 @@ class HeldTarget(MeteredTarget):
         self._moved = threading.Condition()
 
     def apply(self, release: Release) -> Written | None:
-        """Apply a release when its time has come. The subscriber's thread calls this."""
+        """Wait until the batches of a release are scored, then apply it. The subscriber's thread calls this."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
         written = super().apply(release)
@@ -74,21 +74,21 @@ class HeldTarget(MeteredTarget):
             self._moved.notify_all()
 
     def stop(self) -> None:
-        """Hold nothing back any longer, so that the subscription can be closed."""
+        """Stop delaying releases, so that the subscription can close."""
         with self._moved:
             self._stopping = True
             self._moved.notify_all()
 
 
 class InProcess:
-    """Scores batches in this process, and from event `freeze_at` on with a frozen copy of the model too."""
+    """Scores batches in this process, and from event `freeze_at` on also with a frozen copy of the model."""
 
     def __init__(self, target: HeldTarget, freeze_at: int | None) -> None:
         self._target, self._freeze_at, self._frozen = target, freeze_at, None
         self.answers = None
 
     def scores(self, features: Features) -> dict[str, Logits]:
-        """Log odds by the rows of this moment, as `logit`, and by the frozen copy, as `frozen`."""
+        """Log odds from the current rows, as `logit`, and from the frozen copy, as `frozen`."""
         batch = click_batch(features)
         with self._target.reading() as reading:
             found = {"logit": outputs(reading.module, batch).numpy()}
@@ -100,10 +100,10 @@ class InProcess:
 
 
 class OverHttp:
-    """Scores batches by asking the example predictor of this process over HTTP, and times its answers."""
+    """Scores batches with the example predictor in this process, over HTTP, and measures its response times."""
 
     def __init__(self, target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, stack: ExitStack) -> None:
-        # One request at a time, on as many cores as the model that its answers are compared with.
+        # Use one thread, like the model whose outputs the answers are compared with.
         app = create_app(target, subscriber, sizes.ids, threads=1)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         listener = stack.enter_context(listening_socket("127.0.0.1", 0))
@@ -115,14 +115,14 @@ class OverHttp:
         self.answers: dict[str, list[float]] = {"seconds": [], "age_seconds": []}
 
     def scores(self, features: Features) -> dict[str, Logits]:
-        """Log odds by the rows of this moment, as `logit`; DemoFailed if the predictor refuses."""
+        """Log odds from the current rows, as `logit`; DemoFailed if the predictor refuses."""
         begun, connection = time.monotonic(), HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
         connection.request("POST", "/predict", request_of(features), {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             status, body = response.status, response.read()
         connection.close()
         if status != 200:
-            raise DemoFailed(f"the predictor answers {status}: {body.decode(errors='replace')}")
+            raise DemoFailed(f"the predictor answered {status}: {body.decode(errors='replace')}")
         answer = json.loads(body)
         self.answers["seconds"].append(time.monotonic() - begun)
         self.answers["age_seconds"].append(answer["age_seconds"])
@@ -133,17 +133,17 @@ class OverHttp:
 @flags(StreamOptions, "stream")
 @flags(ModelOptions, "sizes")
 @service_options(default=None)
-@click.option("--consumer", required=True, help="The consumer it belongs to.")
-@click.option("--replica", required=True, help="Its name in that consumer.")
+@click.option("--consumer", required=True, help="Consumer of this replica.")
+@click.option("--replica", required=True, help="Name of this replica.")
 @click.option(
     "--value-type",
     type=click.Choice([each.value for each in QUANTISED]),
-    help="Be a predictor whose tables are quantised so, and that answers over HTTP.",
+    help="Run a predictor that answers over HTTP from tables quantised to this type.",
 )
 @click.option(
-    "--freeze-at", type=int, help="From this event on, score with a frozen copy too, or take no release."
+    "--freeze-at", type=int, help="From this event on, also score with a frozen copy, or apply no release."
 )
-@click.option("--results", type=click.Path(path_type=Path), required=True, help="Folder for what it leaves.")
+@click.option("--results", type=click.Path(path_type=Path), required=True, help="Folder for scores and rows.")
 def main(
     stream: StreamOptions,
     sizes: ModelOptions,
@@ -152,7 +152,7 @@ def main(
     results: Path,
     **settings: Any,
 ) -> None:
-    """Score a stream until SIGTERM, with the newest rows there are."""
+    """Score a stream with the newest rows until SIGTERM."""
     log_to_stderr()
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -176,7 +176,7 @@ def main(
                 subscriber.check()
                 time.sleep(_CHECK_SECONDS)
         last = scorer.scores(batches[-1])
-    # Everything that the comparison needs: scores, those of the last batch by the final rows, and the rows.
+    # Write everything for the comparison: scores, outputs of the final rows for the last batch, and the rows.
     name = settings["replica"]
     columns = {key: np.concatenate([getattr(each, key) for each in batches]) for key in ("index", "label")}
     columns |= {key: np.concatenate([each[key] for each in scores]) for key in last}

@@ -1,4 +1,4 @@
-"""The report of the demo: how good and how fresh replicas were, and whether they equal the trainer."""
+"""The demo's report: quality and freshness of the replicas, and whether they equal the trainer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ Floats = NDArray[np.floating]
 
 
 def quality(folder: Path, ranks: int, synced: str, frozen: str, first: int) -> dict[str, Any]:
-    """`auc` and `log_loss` of `trainer`, `synced` and `frozen`, over the `events_evaluated` from event `first` on.
+    """`auc` and `log_loss` of trainer, synced and frozen replica, from event `first` on.
 
-    Replica `frozen` scored with a frozen copy too, or was frozen itself.
+    The replica `frozen` also scored with a frozen copy, or was frozen itself.
     """
     trainer = _in_order([load_arrays(folder / f"scores-trainer-{rank}.npz") for rank in range(ranks)])
     replica, other = (_in_order([load_arrays(folder / f"scores-{name}.npz")]) for name in (synced, frozen))
@@ -53,7 +53,7 @@ def _in_order(parts: Sequence[Tables]) -> Tables:
 
 
 def auc(labels: Floats, scores: Floats) -> float:
-    """The chance that a positive event scores above a negative one; ties count half."""
+    """The probability that a positive event scores above a negative one; ties count half."""
     positive = labels > 0.5
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives:
@@ -71,9 +71,9 @@ def log_loss(labels: Floats, logits: Floats) -> float:
 
 
 def freshness(step_ends_unix_ns: Sequence[int], applied: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Seconds from the end of each step until a replica held its changes; 0 where the clock was set back.
+    """Seconds from the end of each step until a replica had its changes; 0 if the clock was set back in between.
 
-    `applied` has version, step and unix nanoseconds of each release that the replica applied, in order.
+    `applied` has version, step and Unix nanoseconds of each release that the replica applied, in order.
     """
     steps = np.array([step for _, step, _ in applied])
     first = np.searchsorted(steps, np.arange(1, len(step_ends_unix_ns) + 1))
@@ -82,7 +82,7 @@ def freshness(step_ends_unix_ns: Sequence[int], applied: Sequence[tuple[int, int
 
 
 def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
-    """Compare the results of the processes in `folder`. Bytes are those of ids and values."""
+    """Make the report from the processes' results in `folder`. Bytes only count ids and values."""
     replicas, frozen = options.fleets[0].replicas, options.fleets[-1].replicas[-1]
     ranks, stream, policy = options.ranks, options.stream, options.policy
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
@@ -92,7 +92,7 @@ def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
     tables = {
         name: rows * dim * np.dtype(dtype).itemsize for fact in facts for name, rows, dim, dtype in fact["tables"]
     }
-    # How far the first rank is from the model that is gathered from all: ranks add in another order.
+    # Difference between the first rank's outputs and those of the gathered model: ranks add in another order.
     own, logit = load_arrays(folder / "outputs-trainer-0.npz"), expected["outputs"]["logit"]
     off = np.abs(logit[own["index"] - (events - len(logit))] - own["logit"]).max()
     shards, answers = id_map_shards(folder, ranks), receipts[0]["answers"]
@@ -119,7 +119,7 @@ def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
 
 
 def all_equal(report: Mapping[str, Any]) -> bool:
-    """Whether nothing that was compared differs."""
+    """Whether all compared rows are equal."""
     return all(report.get(f"{what}_equal") is not False for what in WHATS)
 
 
@@ -129,7 +129,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Print the report for a person."""
+    """Print the report as text."""
     answers, fresh, maps = report["answers"], report["freshness_seconds"], report["map_compared"]
     who = ("quantised predictor, synced", "quantised predictor,") if answers else ("synced replica", "replica")
     table = Table(title=f"second half of the stream: {report['events_evaluated']:,} events", title_justify="left")
@@ -138,8 +138,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for name, text in {
         "trainer": "trainer, before learning from the event",
-        "synced": f"{who[0]}, with what it held then",
-        "frozen": f"{who[1]} frozen at half time",
+        "synced": f"{who[0]}, with its current rows",
+        "frozen": f"{who[1]} frozen halfway through",
     }.items():
         table.add_row(text, f"{report['auc'][name]:.4f}", f"{report['log_loss'][name]:.4f}")
     console.print(table)
@@ -148,7 +148,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     form = "" if value_type is ValueType.FP32 else f" in {value_type.value}"
     compared = f"{report['rows_compared']:,} rows"
     if maps:
-        compared += f", {maps:,} entries of maps and {report['buffers_compared']} buffers"
+        compared += f", {maps:,} map entries and {report['buffers_compared']} buffers"
     unequal = {what: report[f"{what}_unequal"] for what in WHATS if report[f"{what}_equal"] is False}
 
     def line(name: str, text: str) -> None:
@@ -157,11 +157,11 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     def tail(its: Mapping[str, float]) -> str:
         return f"p50 {its['p50']:.3f} s   p99 {its['p99']:.3f} s"
 
-    releases = ", of what is released" if report["policy"]["top_k"] else ""
+    releases = ", of released rows" if report["policy"]["top_k"] else ""
     line("freshness", f"{tail(fresh)}   max {fresh['max']:.3f} s{releases}")
     if answers:
         line("answers", f"{answers['count']:,} over HTTP by the synced predictor, {tail(answers['seconds'])}")
-        line("age", f"{tail(answers['age_seconds'])}: of the newest event that an answer's version was trained on")
+        line("age", f"{tail(answers['age_seconds'])}, of the newest event that the answer's version has seen")
     line("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows")
     pushes = f"full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much"
     line("bytes", f"{sent / 1e6:.1f} MB published; {pushes}")
@@ -169,9 +169,9 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     line("received", f"{received / 1e6:.1f} MB by a replica, {share}")
     if report["rows_used"]:
         used = (f"{name} {' + '.join(f'{rows:,}' for rows in its)}" for name, its in report["rows_used"].items())
-        line("evictions", f"{report['evictions']:,} rows changed hands, from one raw id to another")
+        line("evictions", f"{report['evictions']:,} rows moved from one raw id to another")
         line("rows used", f"by rank: {', '.join(used)}")
-    anew = ", quantised anew" if value_type.tbe_bits else form
+    anew = ", quantised again" if value_type.tbe_bits else form
     line("compared", f"{compared} of the replicas with the trainer's{anew}, bit by bit")
-    line("outputs", f"{report['outputs_compared']:,} of the replicas with those of the trainer's model, gathered")
+    line("outputs", f"{report['outputs_compared']:,} of the replicas with those of the trainer's gathered model")
     line("rows equal:", f"NO: {unequal}" if unequal else "yes")

@@ -1,4 +1,4 @@
-"""Streams of click events: drawn from a seed, or read from a file of ratings, and played as they arrive."""
+"""Streams of click events, synthetic or from a file of ratings, played in real time."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ from deltasync.trainer.example.ratings_file import ratings_of
 _RATINGS = "ratings:"
 _START_POLL_SECONDS = 0.05
 
-# The synthetic world. A fresh model gets far more than a stale one of its best possible AUC, which is near 0.84.
-_QUALITY, _INCLINATION, _AFFINITY, _OFFSET = 1.8, 0.8, 0.5, -0.4  # What moves the log odds of a click.
-_BLOCK = 8192  # Events drawn at once, each block by a generator of its own.
+# The synthetic stream. The best possible AUC is near 0.84; a fresh model gets much closer to it than a stale one.
+_QUALITY, _INCLINATION, _AFFINITY, _OFFSET = 1.8, 0.8, 0.5, -0.4  # Components of the log odds of a click.
+_BLOCK = 8192  # Events drawn at once; each block has its own generator.
 _FACTORS = 8  # Length of the latent vectors of users and items.
-_TURNOVER = 1_000_000  # Events in which popularity moves once over all items.
-_QUALITY_PERIOD = 250_000  # Events in which the quality of an item rises and falls once, on average.
+_TURNOVER = 1_000_000  # Number of events in which popularity moves once over all items.
+_QUALITY_PERIOD = 250_000  # Average number of events in which the quality of an item rises and falls once.
 _START_UNIX, _SECONDS_PER_EVENT = 1_700_000_000, 30.0
 
 
@@ -39,13 +39,13 @@ class RatingEvents:
     timestamp: NDArray[np.int64]
     """Unix seconds, UTC."""
     label: NDArray[np.float32]
-    """1 where the user clicked or liked the item, else 0."""
+    """1 if the user clicked or liked the item, else 0."""
 
     def __len__(self) -> int:
         return self.index.size
 
     def __getitem__(self, events: slice) -> "RatingEvents":
-        """Some of the events, which share memory with these."""
+        """A slice of the events, which shares memory with them."""
         return RatingEvents(**{each.name: getattr(self, each.name)[events] for each in fields(self)})
 
     def __add__(self, later: "RatingEvents") -> "RatingEvents":
@@ -78,17 +78,17 @@ def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[RatingEvents
 
 
 def count_events(stream: StreamOptions, model: ModelOptions) -> int:
-    """The number of events of a stream that ends."""
+    """The number of events of a finite stream."""
     if stream.data == "synthetic" and stream.events is not None:
         return stream.events
     return sum(map(len, batches(stream, model)))
 
 
 def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[tuple[RatingEvents, float]]:
-    """Yield each batch once its last event has arrived, with the unix time at which that was.
+    """Yield each batch once its last event has arrived, with the Unix time of that event.
 
-    The first event arrives at the time in the start file, or now. `past` batches had arrived before that: a
-    trainer that continues from a checkpoint needs them only for the features of later events.
+    The first event arrives at the time in the start file, or now, except that `past` batches have arrived before.
+    A trainer that continues from a checkpoint only needs these for the features of later events.
     """
     start = time.time()
     if stream.start_file:
@@ -104,7 +104,7 @@ def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[
 
 
 def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
-    """Yield blocks of an endless stream of clicks whose popular items and their appeal drift with time."""
+    """Yield blocks of an endless stream of clicks, with popularity and quality of items that change over time."""
     rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(0,)))
     tastes = rng.normal(size=(users, _FACTORS)).astype(np.float32)
     traits = rng.normal(size=(items, _FACTORS)).astype(np.float32)
@@ -117,7 +117,7 @@ def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
         rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(1, number)))
         index = np.arange(_BLOCK, dtype=np.int64) + number * _BLOCK
         user, rank = _draw(rng, user_shares), _draw(rng, rank_shares)
-        # Even ranks lie ahead of the most popular item and odd ones behind it: items rise before they fade.
+        # Even ranks are ahead of the most popular item and odd ranks behind it, so items rise before they fade.
         distance = np.where(rank % 2 == 0, rank // 2, -(rank // 2) - 1)
         item = (index * items // _TURNOVER + distance) % items
         affinity = np.einsum("nf,nf->n", tastes[user], traits[item]) * (_AFFINITY / math.sqrt(_FACTORS))
@@ -133,20 +133,21 @@ def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
 
 
 def _zipf_shares(count: int, *, exponent: float, shift: float) -> NDArray[np.float64]:
-    """Cumulative shares of `count` ranks whose weight is (rank + shift) ** -exponent."""
+    """Cumulative shares of `count` ranks with weights (rank + shift) ** -exponent."""
     weights = (np.arange(count) + shift) ** -exponent
     return np.asarray(np.cumsum(weights) / weights.sum())
 
 
 def _draw(rng: np.random.Generator, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Draw a rank for each event of a block. Rounding may leave the last share below 1, hence the bound."""
+    """Draw a rank for each event of a block."""
+    # Rounding may leave the last share below 1, so limit the result.
     return np.minimum(np.searchsorted(shares, rng.random(_BLOCK), side="right"), shares.size - 1)
 
 
 def read_ratings(path: Path) -> RatingEvents:
-    """Read a file of ratings in time order, see `ratings_file`.
+    """Read a file of ratings (see `ratings_file`) and sort it by time.
 
-    A rating of at least 4 counts as liked, or of at least 8 if any rating is above 5.
+    Ratings from 4 count as liked, or from 8 if any rating is above 5.
     """
     ratings = ratings_of(path)
     liked = np.array(ratings.ratings) >= (8 if max(ratings.ratings) > 5 else 4)

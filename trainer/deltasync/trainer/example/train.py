@@ -36,16 +36,16 @@ from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
 logger = logging.getLogger(__name__)
 
-# A service that is away delays the first step, and the last checkpoint, by at most this.
+# A service that does not answer delays the first step and the last checkpoint by at most this.
 _PATIENCE_SECONDS = 60.0
 _FOLDER = click.Path(path_type=Path)
 
 
 class TimedBatches(Iterator[Any]):
-    """Batches for a pipeline that takes some ahead, and the time of the newest event that it has trained on.
+    """Batches for a pipeline that loads some ahead, with the time of the newest event that it has trained on.
 
     Attributes:
-        last: the last batch that the pipeline took.
+        last: the last batch that the pipeline has loaded.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
@@ -57,7 +57,7 @@ class TimedBatches(Iterator[Any]):
         return self.last
 
     def trained(self) -> int:
-        """Note that the oldest batch in flight is trained on; the time of its newest event."""
+        """Record that the oldest batch in flight was trained on; returns the time of its newest event."""
         return self._in_flight.popleft()
 
 
@@ -66,7 +66,7 @@ def micro_batches(
 ) -> Iterator[tuple[Any, int]]:
     """Yield this rank's micro-batches after the first `past` steps, each with the time of its newest event.
 
-    The stream is played anew, so that time is when an event arrives in the play, in nanoseconds since 1970.
+    That is the time when this play of the stream delivers the event, in nanoseconds since 1970.
     """
     featurizer, rank, ranks = Featurizer(sizes), dist.get_rank(), dist.get_world_size()
     size = stream.batch_size // training.grad_accum
@@ -94,7 +94,8 @@ def publish_first(sync: DeltaSync, on_refusal: OnRefusal) -> None:
 def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
     """Publish all changes, and write the last checkpoint.
 
-    If the service is away, save a checkpoint before waiting for it. If it refuses, the checkpoint has the rows.
+    If the service does not answer, save a checkpoint before waiting for it. If it refuses the changes, the
+    checkpoint still has them.
     """
     if checkpoints is None:
         sync.flush()
@@ -117,18 +118,18 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
 @flags(ModelOptions, "sizes")
 @flags(TrainingOptions, "training")
 @service_options(default=None)
-@click.option("--model", default="clicks", help="Name of the model at the service.")
+@click.option("--model", default="clicks", help="Name of the model in the service.")
 @click.option("--publish-every", type=click.IntRange(1), default=10, help="Steps between cuts.")
 @click.option(
     "--on-refusal",
     type=click.Choice([each.value for each in OnRefusal]),
     default=OnRefusal.CONTINUE.value,
-    help="Whether training continues or stops if a step cannot publish.",
+    help="What training does if a step cannot publish.",
 )
-@click.option("--checkpoint", type=_FOLDER, help="Folder of checkpoints: continue from the newest, save there.")
+@click.option("--checkpoint", type=_FOLDER, help="Folder of checkpoints to continue from and save to.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
 @click.option(
-    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, with a subfolder for each rank."
+    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard scalars, with a subfolder for each rank."
 )
 @click.option(
     "--tensorboard-lag",
@@ -137,16 +138,16 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
     help="Also write the lag of this consumer; may be repeated.",
 )
 @click.option(
-    "--metrics", metavar="HOST:PORT", help="Serve /metrics: the first rank here, others on the next ports."
+    "--metrics", metavar="HOST:PORT", help="Serve /metrics: first rank on this port, others on the next ports."
 )
 @click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
 def main(**settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     log_to_stderr()
     if settings["tensorboard_lag"] and settings["tensorboard"] is None:
-        raise click.UsageError("--tensorboard-lag: give --tensorboard too, the folder that it is written to")
+        raise click.UsageError("--tensorboard-lag needs --tensorboard, the folder to write to")
     train(join_ranks(), **settings)
-    leave_ranks()  # Nothing of the model is left that would still use the process group.
+    leave_ranks()  # The model is gone, so nothing uses the process group any more.
 
 
 def train(
@@ -166,10 +167,10 @@ def train(
     metrics: str | None,
     results: Path | None,
 ) -> None:
-    """Train on a whole stream. The arguments are the command's options."""
+    """Train on the whole stream. The arguments are the command's options."""
     rank = dist.get_rank()
     training.check_shares(stream.batch_size, dist.get_world_size())
-    # All ranks draw the same first weights.
+    # Draw the same initial weights on all ranks.
     torch.manual_seed(0)
     model_class = TensorDictClickModel if training.input == "tensordict" else ClickModel
     click_model = model_class(sizes, torch.device("meta"))
@@ -200,7 +201,7 @@ def train(
             event_time_unix_ns = batches.trained()
             if scored:
                 scored.add(output, stepped=pipeline.stepped)
-            if not pipeline.stepped:  # More micro-batches of this step are to come.
+            if not pipeline.stepped:  # This step has more micro-batches.
                 continue
             sync.step(event_time_unix_ns)
             if scalars and scalars.due:

@@ -1,4 +1,4 @@
-"""A training pipeline for data that never end, and TensorDicts as input of embedding modules."""
+"""A training pipeline for endless data, and TensorDicts as input of embedding modules."""
 
 from deltasync.trainer.pipelines.batches import LockstepBatches
 from deltasync.trainer.pipelines.online_pipeline import OnlinePipeline

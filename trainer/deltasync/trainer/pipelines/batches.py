@@ -20,13 +20,16 @@ Batch = TypeVar("Batch")
 class LockstepBatches(Iterator[Batch], Generic[Batch]):
     """This rank's batches, for as long as every rank has one.
 
-    A rank that goes on alone would wait for the others in its next collective for ever. This iterator pauses on
-    all ranks once one has no batch; the batches that the others have by then come first when all have some again.
-    Costs one small collective per batch, over a group of its own.
+    A rank that continued alone would wait forever in its next collective. When one rank has no batch, this
+    iterator ends on all ranks. Batches that other ranks had already loaded come first when iteration continues.
+    Costs one small collective per batch, over a separate gloo group.
     """
 
     def __init__(self, batches: Iterable[Batch]) -> None:
-        """Called by all ranks together; so is `next`. An iterator that has ended is asked again each time."""
+        """Wrap an iterable. All ranks construct this and call `next` together.
+
+        After the iterable has ended, each `next` asks it again.
+        """
         self._batches = iter(batches)
         self._next: Batch | None = None
         self._agreement = Agreement("LockstepBatches", "batch")
@@ -44,7 +47,7 @@ class LockstepBatches(Iterator[Batch], Generic[Batch]):
         return batch
 
 
-# Where a tensor is inside of a value.
+# The keys, indices and attribute names that lead to a tensor inside a value.
 Path = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 # The parts of a jagged tensor, from which it computes its other attributes.
@@ -53,19 +56,19 @@ _OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_pe
 
 @dataclasses.dataclass
 class FieldsBatch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
-    """A batch that is a dataclass of tensors, for TorchRec's pipelines."""
+    """Base class of batches for TorchRec's pipelines: a dataclass of tensors."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The batch on another device."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until `stream` has done its work on them."""
+        """Keep the memory of all tensors until `stream` has finished its current work."""
         for each in dataclasses.fields(self):
             getattr(self, each.name).record_stream(stream)
 
     def pin_memory(self) -> Self:
-        """The batch in page-locked memory, from which copies to an accelerator need not wait."""
+        """The batch in page-locked memory, for asynchronous copies to an accelerator."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, function: Callable[[Any], Any]) -> Self:
@@ -94,7 +97,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def hand_over(value: Any, stream: torch.Stream | None) -> None:
-    """Let the current stream wait for another stream's work on a value, and keep its memory until then."""
+    """Make the current stream wait for another stream, and keep the value's memory for the current stream."""
     if stream is None:
         return
     current = torch.get_device_module(stream.device).current_stream()
@@ -103,7 +106,7 @@ def hand_over(value: Any, stream: torch.Stream | None) -> None:
 
 
 def record_stream(value: Any, stream: torch.Stream) -> None:
-    """Keep the memory of a value, once nobody refers to it, until a stream has done its work up to then."""
+    """Keep the memory of a value that is freed later until `stream` has finished its work up to that point."""
     if isinstance(value, Multistreamable):
         value.record_stream(stream)
         return
@@ -113,12 +116,12 @@ def record_stream(value: Any, stream: torch.Stream) -> None:
 
 
 def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
-    """The tensors within containers, dataclasses and what pipelines take as batches, and where they are."""
+    """The tensors inside a batch, a container or a dataclass, each with its path."""
     return [(path, leaf) for path, leaf in leaves_in(value) if isinstance(leaf, torch.Tensor)]
 
 
 def leaves_in(value: Any) -> list[tuple[Path, Any]]:
-    """Tensors as `tensors_in`, and numbers, strings and None beside them."""
+    """Like `tensors_in`, but also with numbers, strings and None."""
     leaves: list[tuple[Path, Any]] = []
     _collect(value, (), leaves)
     return leaves
@@ -136,7 +139,7 @@ def _collect(value: Any, path: Path, leaves: list[tuple[Path, Any]]) -> None:
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, NestedTensor):  # Its own version does not count writes to its values.
         return [(name, getattr(value, name)) for name in ("_values", "_offsets", "_lengths")]
-    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It computes the others when they are needed.
+    if isinstance(value, JaggedTensor | KeyedJaggedTensor):  # It computes its other attributes on demand.
         return [(name, part) for name in _OF_JAGGED if (part := vars(value).get(name)) is not None]
     if isinstance(value, list | tuple):
         return enumerate(value)

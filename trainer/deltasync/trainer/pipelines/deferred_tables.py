@@ -1,9 +1,9 @@
-"""Updating fused tables once per optimizer step.
+"""Updates fused tables once per optimizer step.
 
-A fused table is updated in the backward of its lookup, with whatever gradient arrives: that of each micro-batch by
-itself, and scaled where the loss is. Here a lookup's output is cut off from the lookup. Its gradients are kept
-until the optimizer step. Then the ids of all micro-batches are looked up once more, together, and what was kept
-runs through that lookup's backward: the table's optimizer sees what it would see of one large batch.
+A fused table is normally updated in the backward of its lookup: once per micro-batch, with gradients that still
+contain the scale of the loss. This module instead detaches the output of each lookup and keeps its gradient until
+the optimizer step. It then looks up the ids of all micro-batches again, together, and runs the gradients through
+the backward of that lookup. The table's optimizer sees the same as for one large batch.
 """
 
 from collections.abc import Iterator
@@ -26,23 +26,23 @@ from deltasync.trainer.tracking.shards import lookups_of
 
 
 class ForwardState(Protocol):
-    """Whether a pipeline's forward runs."""
+    """Says whether a pipeline is running its forward."""
 
     in_forward: bool
 
 
 class DeferredTables:
-    """The fused tables of a model, whose gradients are kept until they are applied."""
+    """The fused tables of a model, with the gradients to apply at the next optimizer step."""
 
     def __init__(self, model: nn.Module, pipeline: "ForwardState") -> None:
-        """Attach to nothing yet.
+        """Find the lookups of a model, without attaching to them.
 
         Args:
-            model: whose tables they are.
-            pipeline: knows whether a pipeline's forward runs; other forwards update their tables in backward.
+            model: the model.
+            pipeline: says whether the pipeline is running its forward; other forwards update tables in backward.
 
         Raises:
-            InvalidInput: a table's gradients cannot be kept.
+            InvalidInput: the update of a table cannot be deferred.
         """
         _refuse_undeferrable(model)
         self._model = model
@@ -60,7 +60,7 @@ class DeferredTables:
         ]
 
     def attach(self) -> None:
-        """Keep the gradients of lookups from now on; another pipeline that kept them no longer does."""
+        """Start to defer the updates of lookups, in place of any other pipeline that does so."""
         for deferred in self._lookups:
             before = vars(deferred.lookup).get("forward")
             if before is deferred:
@@ -70,45 +70,45 @@ class DeferredTables:
             self._patches.replace(deferred.lookup, "forward", deferred)
 
     def detach(self) -> None:
-        """Let lookups update their tables in backward again. Gradients that were kept stay."""
+        """Let lookups update their tables in backward again. Keeps the gradients that wait for `apply`."""
         self._patches.undo()
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """The outputs of lookups whose gradients, `grad`, `apply` uses."""
+        """The outputs of lookups; `apply` uses their `grad`."""
         return [lookup.output for deferred in self._lookups for lookup in deferred.pending]
 
     def apply(self) -> None:
-        """Update the tables with all gradients kept."""
+        """Update the tables with the gradients of all micro-batches."""
         for deferred in self._lookups:
             deferred.apply()
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for deferred in self._lookups:
             deferred.pending.clear()
 
 
 @dataclass
 class _PendingLookup:
-    """A lookup whose table is not updated yet; the gradient is that of its output."""
+    """A lookup whose table is still to be updated, with the gradient of `output`."""
 
     features: KeyedJaggedTensor
     output: torch.Tensor
 
 
 class DeferredLookup:
-    """Stands in for the forward of a lookup over all of its kernels."""
+    """Replaces the forward of a lookup, for all its kernels."""
 
     def __init__(self, tables: DeferredTables, name: str, lookup: Any) -> None:
         self.tables, self._name, self.lookup = tables, name, lookup
         self.pending: list[_PendingLookup] = []
 
     def __call__(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Look up, and leave the table's update for later.
+        """Look up the rows without updating the table in backward.
 
         Raises:
-            InvalidInput: the gradients of these features cannot be kept.
+            InvalidInput: the update for these features cannot be deferred.
         """
         if not self.tables.pipeline.in_forward:
             return self._look_up(sparse_features)
@@ -124,14 +124,14 @@ class DeferredLookup:
         return output
 
     def apply(self) -> None:
-        """Update the tables with the kept gradients, as if of one batch."""
+        """Update the tables with the gradients of all micro-batches, as for one batch."""
         lookups = [lookup for lookup in self.pending if lookup.output.grad is not None]
         self.pending.clear()
         if not lookups:
             return
         for kernel in self.lookup._emb_modules:
             if _is_fused(kernel.emb_module):
-                kernel.fused_optimizer.step()  # Hands the current learning rate to the kernel.
+                kernel.fused_optimizer.step()  # Passes the current learning rate to the kernel.
         features = [lookup.features for lookup in lookups]
         gradients = [lookup.output.grad for lookup in lookups if lookup.output.grad is not None]
         with torch.enable_grad():
@@ -145,14 +145,14 @@ class DeferredLookup:
     def _one_gradient(self, features: list[KeyedJaggedTensor], gradients: list[torch.Tensor]) -> torch.Tensor:
         if not isinstance(self.lookup, GroupedEmbeddingsLookup):  # [B, sum of dims]
             return torch.cat(gradients)
-        # One value after the other: kernel by kernel, feature by feature, row by row.
+        # The output is flat, ordered by kernel, then feature, then row.
         dims = [dim for kernel in self.lookup._emb_modules for dim in kernel._config.embedding_dims()]
         sizes = [[n * dim for n, dim in zip(one.length_per_key(), dims, strict=True)] for one in features]
         return _feature_by_feature(gradients, sizes)
 
 
 def why_not_deferred(features: KeyedJaggedTensor) -> str:
-    """Why the gradients of a lookup with these features cannot be kept; empty if they can."""
+    """The reason why updates for these features cannot be deferred; empty if they can."""
     if features.variable_stride_per_key():
         return f"its features {features.keys()} vary in batch size"
     weights = features.weights_or_none()
@@ -162,7 +162,7 @@ def why_not_deferred(features: KeyedJaggedTensor) -> str:
 
 
 def one_batch(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Batches of the same keys as one, whose stride is the sum of theirs."""
+    """Join batches with the same keys into one, whose stride is the sum of theirs."""
     keys = batches[0].keys()
     lengths = torch.cat([batch.lengths().view(len(keys), -1) for batch in batches], dim=1)
     sizes = [batch.length_per_key() for batch in batches]
@@ -178,13 +178,13 @@ def one_batch(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def _feature_by_feature(batches: list[torch.Tensor], sizes: list[list[int]]) -> torch.Tensor:
-    """[batch][feature] -> [feature][batch], `sizes` has the number of values by batch and feature."""
+    """Reorder values from [batch][feature] to [feature][batch]; `sizes` are by batch and feature."""
     parts = [torch.split(batch, of_feature) for batch, of_feature in zip(batches, sizes, strict=True)]
     return torch.cat([part for of_feature in zip(*parts, strict=True) for part in of_feature])
 
 
 def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """A copy of features: where there is one rank only they share the batch's memory, which may be reused."""
+    """Copy features, because with a single rank they share the batch's memory, which may be reused."""
     weights = features.weights_or_none()
     return KeyedJaggedTensor(
         keys=features.keys(),
@@ -198,7 +198,7 @@ def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 @contextmanager
 def _iterations_preserved(kernels: list[Any]) -> Iterator[None]:
-    """Keep the count of iterations: a kernel's forward counts as an iteration of its optimizer."""
+    """Restore the kernels' iteration counts, because each forward counts as an iteration of the optimizer."""
     fused = [kernel for kernel in kernels if _is_fused(kernel)]
     before = [(kernel.training, int(kernel.iter_cpu), kernel.iter.clone()) for kernel in fused]
     for kernel in fused:
@@ -221,7 +221,7 @@ def _is_fused(kernel: Any) -> bool:
 
 
 def _refuse_undeferrable(model: nn.Module) -> None:
-    """Check all tables of the model on every rank, so that all ranks raise the error."""
+    """Check all tables of the model, not only those of this rank, because all ranks must raise the error."""
     for name, module in named_modules(model):
         if isinstance(module, ShardedManagedCollisionCollection):
             reason = "gives rows to other ids between micro-batches (managed collision)"

@@ -1,4 +1,4 @@
-"""TorchRec's training pipeline, for data that never end."""
+"""TorchRec's training pipeline for endless data."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,24 +29,24 @@ from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 
 
 class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  # torchrec's types
-    """TorchRec's pipeline of three stages, for training that goes on for as long as there is data.
+    """TorchRec's pipeline of three stages, for training on data without an end.
 
-    While one batch is trained on, the ids of the next are sent to the ranks that hold their rows, after what
-    preprocessing they need, and the one after that is copied to the device. The model's forward takes a batch and
-    returns `(loss, output)`; batches are Pipelineable, or TensorDicts.
+    While the model trains on one batch, the pipeline preprocesses the next batch and sends its ids to the ranks
+    that have their rows, and copies the batch after that to the device. The model's forward takes a batch and
+    returns `(loss, output)`. Batches are Pipelineable or TensorDicts.
 
-    Every batch is trained on exactly once, in the order of the iterator. A batch that was loaded while the model
-    was in training mode is trained on later, even if others are evaluated in between. An iterator may end, or
-    yield None, for a while: the batches in flight are trained on, then the iterator is asked again, and `progress`
-    raises StopIteration if there is still nothing. All ranks need the same number of batches (see
-    `LockstepBatches`). Do not write to a batch once the pipeline has it.
+    The pipeline trains on every batch exactly once, in the order of the iterator. It keeps batches that it loaded
+    in training mode for training, even if it evaluates others in between. An iterator may end, or yield None, for
+    a while. The pipeline then trains on the batches in flight and asks the iterator again; if there is still no
+    batch, `progress` raises StopIteration. All ranks need the same number of batches (see `LockstepBatches`). Do
+    not write to a batch after the pipeline has loaded it.
 
-    Everything runs in the thread that calls `progress`, but for the hooks of backward, which run in autograd's. On
-    a GPU, copies and the work ahead run on streams of their own.
+    Everything runs in the thread that calls `progress`, except the hooks of backward, which run in autograd's
+    threads. On a GPU, copies and the work ahead run on separate streams.
 
     Attributes:
-        stepped: the last `progress` ended an optimizer step, even one that was left out for an overflow.
-        trained: batches trained on so far.
+        stepped: whether the last `progress` ended an optimizer step, even one that was skipped for an overflow.
+        trained: number of batches trained on so far.
     """
 
     _model: nn.Module
@@ -63,18 +63,20 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         options: PipelineOptions | None = None,
         **others: Any,
     ) -> None:
-        """Attach to a model at the first `progress`. The ranks that share it call this together.
+        """Prepare a pipeline, which attaches to the model at the first `progress`.
+
+        All ranks that share the model call this together.
 
         Args:
-            model: sharded, with its optimizer's parameters.
-            optimizer: of everything that is not updated in backward.
-            device: where the model is.
+            model: a sharded model.
+            optimizer: the optimizer of all parameters that are not updated in backward.
+            device: the device of the model.
             options: how to train.
-            others: arguments of TorchRec's pipelines, which are refused with the reason.
+            others: other arguments of TorchRec's pipelines; the pipeline refuses them and says why.
 
         Raises:
-            InvalidInput: the model can't be trained as the options say, or ranks have different options; all ranks
-                raise it. Or `options` are no options.
+            InvalidInput: the model does not support the options, or ranks have different options; all ranks raise
+                it. Also raised if `options` is not a `PipelineOptions`.
             TypeError: there are other arguments.
         """
         if others:
@@ -101,13 +103,16 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._failure, self._late = "", list[Exception]()
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train on the next batch, or evaluate it if the model is in evaluation mode; the output of its forward.
+        """Train on the next batch, or evaluate it if the model is in evaluation mode.
+
+        Returns:
+            The output of the model's forward.
 
         Raises:
-            StopIteration: there is none now.
-            Contradiction: another kind of pipeline is attached to the model, or it was resharded in the middle of
-                a step of deferred tables, or an earlier `progress` has failed in backward or later, on several
-                ranks; or GradientAccumulationWrapper is around the pipeline.
+            StopIteration: there is no batch now.
+            Contradiction: another kind of pipeline is attached to the model; or the model was resharded in the
+                middle of an optimizer step with deferred tables; or, with several ranks, an earlier `progress` has
+                failed after its forward; or a GradientAccumulationWrapper wraps the pipeline.
         """
         self.stepped = False
         if self._failure:
@@ -135,21 +140,21 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         try:
             output = self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
         except BaseException as error:
-            if self.contexts[0].started:  # Else forward has failed, which can be run again.
+            if self.contexts[0].started:  # Otherwise forward has failed, and can run again.
                 self._leave_out(error)
             raise
         self.dequeue_batch()
         return output
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
-        """Take up to two batches, unless some are in flight. Ask an iterator that has ended again."""
+        """Load batches until two are in flight. If none are, ask the iterator again even if it has ended."""
         if not self.batches:
             self._dataloader_exhausted = False
         while len(self.batches) < 2 and self.enqueue_batch(dataloader_iter):
             pass
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator[In]) -> tuple[In | None, LookAheadContext]:
-        """Take a batch, if there is one, and copy it to the device, on the stream for copies."""
+        """Load the next batch, if there is one, and copy it to the device on the stream for copies."""
         context = self._create_context()
         with (
             record_function(f"## copy_batch_to_gpu {context.index} ##"),
@@ -159,7 +164,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             return (None if batch is None else to_device(batch, self._device)), context
 
     def start_sparse_data_dist(self, batch: In | None, context: LookAheadContext) -> None:
-        """Do a batch's preprocessing and send its ids out, on the stream for that, once it is on the device."""
+        """Preprocess a batch and send its ids to their ranks, on the stream for that."""
         if batch is None or context.started:
             return
         with (
@@ -174,10 +179,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.share_splits()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:  # noqa: ARG002
-        """Attach to the model again, if there are batches in flight; else, the next `progress` does.
+        """Attach to the model again if there are batches in flight; otherwise the next `progress` attaches.
 
         Raises:
-            Contradiction: it is another model, or another kind of pipeline is attached to it.
+            Contradiction: `model` is another model, or another kind of pipeline is attached to it.
         """
         if model is not None and model is not self._model:
             raise Contradiction("a pipeline stays with its model: make a new one for another")
@@ -186,9 +191,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._ahead.attach(self.batches[0])
 
     def detach(self) -> nn.Module:
-        """Give the model back as it was, except that it still takes TensorDicts.
+        """Restore the model, except that it still accepts TensorDicts.
 
-        Batches in flight, and the gradients of an incomplete step, are kept for when `progress` attaches again.
+        The pipeline keeps the batches in flight and the gradients of an incomplete step. The next `progress`
+        attaches again.
         """
         self._ahead.detach()
         if self._tables:
@@ -196,9 +202,10 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return self._model
 
     def reset(self) -> None:
-        """Forget the batches in flight, and the micro-batches of a step that is not complete.
+        """Drop the batches in flight and the micro-batches of an incomplete step.
 
-        After an error in backward, `progress` goes on then. That is right only where all ranks have failed alike.
+        `progress` can then continue after an error in backward. That is only correct if all ranks have failed in
+        the same way.
         """
         super().reset()
         for waiting in self._in_flight.values():
@@ -208,17 +215,17 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._failure, self._late = "", []
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save beside model and optimizer, after a `progress` that has stepped."""
+        """The state to save together with model and optimizer, after a `progress` that has `stepped`."""
         return {"trained": self.trained, "loss_scale": self._scale.state_dict() if self._scale else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting batches, and with the same loss scale."""
+        """Continue with the saved number of batches and loss scale."""
         self.trained = state["trained"]
         if self._scale and state["loss_scale"]:
             self._scale.load_state_dict(state["loss_scale"])
 
     def _leave_out(self, error: BaseException) -> None:
-        """Go on without the first batch in flight, whose lookups are used up; on several ranks, do not go on."""
+        """Drop the first batch in flight, whose lookups are used up; with several ranks, stop the pipeline."""
         self.dequeue_batch()
         if len(ranks_of(self._model)) == 1:
             self._forget_step(failed=True)
@@ -235,7 +242,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         )
 
     def _forget_step(self, *, failed: bool) -> None:
-        """Begin the next step with the next batch."""
+        """Drop the current step: the next batch begins a new one."""
         if failed:
             self._cycle.forget_backward()
         if failed and self._scale:
@@ -265,11 +272,11 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._tables.attach()
 
     def _follow_resharding(self) -> None:
-        """Attach to the model's new lookups. Ids in flight were sent to the ranks that had their rows before."""
+        """Attach to the model's new lookups, and send ids in flight again, to the new ranks of their rows."""
         if self._tables and self._tables.outputs:
             raise Contradiction(
-                "the model was resharded in the middle of an optimizer step, whose gradients are those of the "
-                "lookups it had: reshard it where the pipeline has `stepped`, or reset() the pipeline"
+                "the model was resharded in the middle of an optimizer step, whose gradients belong to the old "
+                "lookups: reshard it when the pipeline has `stepped`, or reset() the pipeline"
             )
         self.detach()
         if self._tables:
@@ -289,7 +296,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
                 kind = type(result).__name__
                 raise InvalidInput(f"the model's forward returned a {kind}, expected (loss, output)")
         except BaseException:
-            self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
+            self.contexts[0] = self._create_context()  # Forward may have used the ids that were sent out ahead.
             raise
         finally:
             self._ahead.in_forward = False
@@ -301,13 +308,13 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if self._options.enqueue_batch_after_forward:
             try:
                 self.enqueue_batch(dataloader_iter)
-            except Exception as error:  # noqa: BLE001  # Anything that an iterator raises: the batch goes on.
+            except Exception as error:  # noqa: BLE001  # The next `progress` raises it; this batch continues.
                 self._late.append(error)
         self._receive(1)
         return result
 
     def _evaluate(self, dataloader_iter: Iterator[In]) -> Out:
-        with torch.no_grad():  # Else deferred tables would keep the lookup for the next step.
+        with torch.no_grad():  # Otherwise deferred tables would keep the lookup for the next step.
             _, output = self._forward_and_receive(dataloader_iter)
         return output
 
@@ -323,7 +330,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             self._backward(losses)
         if closes:
             self._optimizer_step()
-        # Ranks have trained equally often; their contexts are also counted where there was no batch.
+        # Use `trained`, which is equal on all ranks. The index of a context also counts attempts without a batch.
         number = LookAheadContext(index=self.trained)
         self.sync_embeddings(self._model, self._options.dmp_collection_sync_interval_batches, number)
         self.stepped = closes
@@ -331,7 +338,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return output
 
     def _receive(self, place: int) -> None:
-        """Begin to receive the ids of a batch in flight, unless there is none or that has begun."""
+        """Start to receive the ids of a batch in flight, if there is one and it has not started yet."""
         if len(self.contexts) > place and self.contexts[place].fused_splits_awaitables:
             self.wait_sparse_data_dist(self.contexts[place])
 
@@ -348,7 +355,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
                 self._step.step()
 
     def _close_cycle(self) -> None:
-        """End the cycle; one that ended early, with the data, steps by the mean over the micro-batches it had."""
+        """End the cycle. If the data ended early, average the gradients over the micro-batches that there were."""
         correction = self._cycle.close()
         if correction != 1:
             torch._foreach_mul_(self._step.gradients, correction)
@@ -356,7 +363,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
 @dataclass
 class _InFlight:
-    """Batches that have been taken from an iterator and not been used yet, the next one first."""
+    """Batches loaded from an iterator but not used yet, the next one first."""
 
     batches: deque[Any] = field(default_factory=deque)
     contexts: deque[LookAheadContext] = field(default_factory=deque)
@@ -369,9 +376,9 @@ _OPEN = WeakKeyDictionary[nn.Module, "ref[AccumulationCycle]"]()
 
 
 class AccumulationCycle:
-    """Where training stands among the micro-batches of an optimizer step.
+    """Progress through the micro-batches of an optimizer step.
 
-    Gradients are added up on each rank by itself; DDP averages them over ranks in the last micro-batch's backward.
+    Each rank adds up its own gradients. DDP averages them over ranks in the backward of the last micro-batch.
     """
 
     def __init__(self, model: nn.Module, micro_batches: int) -> None:
@@ -388,7 +395,7 @@ class AccumulationCycle:
         """Begin a step.
 
         Raises:
-            Contradiction: the model's gradients are those of another pipeline's step, which is not complete.
+            Contradiction: the model has gradients of an incomplete step of another pipeline.
         """
         reference = _OPEN.get(self._model)
         other = reference() if reference else None
@@ -397,16 +404,16 @@ class AccumulationCycle:
         _OPEN[self._model] = ref(self)
 
     def closes(self, *, last: bool) -> bool:
-        """Whether a step is due after the next micro-batch: always after the `last` of the data."""
+        """Whether the next micro-batch ends the step; the `last` of the data always does."""
         return last or self._done + 1 == self._micro_batches
 
     def share(self, loss: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's share in the loss of its step."""
+        """The contribution of a micro-batch to the loss of its step."""
         return loss / self._micro_batches if self._micro_batches > 1 else loss
 
     @contextmanager
     def micro_batch(self, *, closes: bool) -> Iterator[None]:
-        """Forward and backward of a micro-batch. Ranks exchange gradients only in one that closes the step."""
+        """Run a micro-batch in this block. Ranks only exchange gradients in one that closes the step."""
         with ExitStack() as stack:
             for reducer in [] if closes else self._reducers_to_pause():
                 stack.enter_context(reducer.no_sync())
@@ -414,7 +421,7 @@ class AccumulationCycle:
         self._done += 1
 
     def close(self) -> float:
-        """End the cycle; the factor that makes its gradients the mean over the micro-batches that it had."""
+        """End the cycle. Returns the factor that turns its gradients into the mean over its micro-batches."""
         correction = self._micro_batches / self._done
         self.restart()
         return correction
@@ -424,21 +431,21 @@ class AccumulationCycle:
         self._done = 0
 
     def forget_backward(self) -> None:
-        """Let the model's DDP modules stop waiting for the gradients of a backward that has failed."""
+        """Reset the model's DDP modules, which still wait for gradients of a failed backward."""
         for module in _with_lookups(self._model):
             if isinstance(module, DistributedDataParallel):
                 module._has_rebuilt_buckets = False
                 module.reducer._reset_state()
 
     def forget_reducers(self) -> None:
-        """Find the model's DDP modules again: its lookups are new."""
+        """Find the DDP modules again at the next micro-batch, because the model has new lookups."""
         self._reducers = None
 
     def _reducers_to_pause(self) -> list[DistributedDataParallel]:
-        """All of the model's DDP modules: the outermost, and those around data-parallel tables.
+        """The model's DDP modules: the outermost one, and those around data-parallel tables.
 
-        One with a static graph learns the graph in the very first backward and has to exchange gradients there;
-        a mean that is averaged over ranks again, in the last micro-batch, stays the same.
+        One with a static graph learns the graph in its very first backward, so it must exchange gradients there.
+        Averaging these over ranks again in the last micro-batch does not change them.
         """
         if self._reducers is None:
             self._reducers = [
@@ -449,7 +456,7 @@ class AccumulationCycle:
 
 
 def _with_lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules of a model, and the lookups of sharded ones, which keep them in plain lists."""
+    """All modules of a model, including the lookups, which sharded modules keep in plain lists."""
     for module in model.modules():
         yield module
         yield from getattr(module, "_lookups", ())

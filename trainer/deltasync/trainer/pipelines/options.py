@@ -19,30 +19,30 @@ class PipelineOptions:
     All but `not_ahead`, `custom_model_fwd` and `enqueue_batch_after_forward` must be the same on all ranks.
 
     Attributes:
-        grad_accum: micro-batches of one optimizer step.
-        accumulate_tables: fused tables are updated once per optimizer step too, with the gradients of all its
-            micro-batches, instead of in the backward of each. Costs one lookup more per optimizer step, and the
+        grad_accum: number of micro-batches per optimizer step.
+        accumulate_tables: also update fused tables only once per optimizer step, with the gradients of all its
+            micro-batches, instead of in the backward of each. Costs one more lookup per optimizer step, and the
             memory of the looked-up ids and of their gradients.
-        enable_amp: run forward under autocast.
-        amp_dtype: what autocast computes in: bfloat16, or float16 with a grad scaler, without which small
-            gradients would become 0. With float16, tables are updated as with `accumulate_tables`, after the scale
-            is divided out of their gradients.
-        loss_scale: factor of the loss at first, with float16. Halved whenever gradients are not finite, doubled
-            after 2,000 steps in which they were.
-        not_ahead: FQNs of modules that are only called by forward, never ahead of it: preprocessing, or sharded
-            modules whose features are another part of the batch in some forwards. Name preprocessing that others
-            change between steps, and preprocessing that changes itself, if not with the first batch. Such a change
-            raises `Contradiction` where it is seen: in attributes and buffers, in the first 1,000 items of
-            containers among them, and in arrays of up to 1,000. It is not seen in objects of other kinds, closures
-            and globals: the result of one batch may then come from before the change.
-        custom_model_fwd: called with a batch in the place of the model; returns (loss, output). It calls the
-            model, whose own forward may then return anything. Lookups are done ahead if it calls the model with
+        enable_amp: whether to run forward under autocast.
+        amp_dtype: type that autocast computes in: bfloat16 or float16. Float16 uses a grad scaler, because small
+            gradients would otherwise become 0, and updates tables as with `accumulate_tables`, after dividing the
+            scale out of their gradients.
+        loss_scale: initial factor of the loss with float16. Halved whenever a gradient is not finite, doubled
+            after 2,000 steps with finite gradients.
+        not_ahead: FQNs of modules that only forward may call, never the pipeline ahead of it. Name preprocessing
+            modules that change between steps or that change themselves after the first batch, and sharded modules
+            that forward does not always call with the same part of the batch. The pipeline raises `Contradiction`
+            if it detects such a change: in attributes and buffers, in their first 1,000 container items, and in
+            arrays of up to 1,000 numbers. It does not detect changes in other objects, closures and globals; one
+            batch may then be preprocessed as before the change.
+        custom_model_fwd: function to call with a batch in place of the model; returns (loss, output). It calls the
+            model, whose own forward may then return anything. Lookups only run ahead if it calls the model with
             the batch.
         dmp_collection_sync_interval_batches: average tables over the replicas of a `DMPCollection` after the first
-            batch, and then each time after this number; None leaves it to the caller.
-        enqueue_batch_after_forward: take the next batch but one, and copy it, once forward has run instead of
-            before, for lookups that need the bus to the host themselves (UVM). If the iterator then fails, the
-            next `progress` raises its error, and this one goes on.
+            batch and then after every this number of batches; None leaves it to the caller.
+        enqueue_batch_after_forward: load the next batch but one, and copy it, after forward instead of before, for
+            lookups that use the bus to the host themselves (UVM). If the iterator fails then, `progress` completes
+            the current batch, and the next `progress` raises the error.
     """
 
     grad_accum: int = 1
@@ -66,18 +66,18 @@ class PipelineOptions:
 
     @property
     def of_all_ranks(self) -> dict[str, Any]:
-        """The options that must be the same on all ranks. They agree on what is done ahead when they attach."""
+        """The options that must be the same on all ranks."""
         own = ("not_ahead", "custom_model_fwd", "enqueue_batch_after_forward")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled up, for gradients too small for their type."""
+        """Whether to scale the loss, because gradients may be too small for their type."""
         return self.enable_amp and self.amp_dtype == torch.float16
 
     @property
     def defers_tables(self) -> bool:
-        """Whether the gradients of fused tables are kept until the optimizer step."""
+        """Whether to update fused tables only at the optimizer step."""
         return self.scales_loss or (self.accumulate_tables and self.grad_accum > 1)
 
 
@@ -100,10 +100,10 @@ WHY_NOT_TAKEN = {
 
 
 def refuse(arguments: Iterable[str]) -> NoReturn:
-    """Refuse arguments that the pipeline does not have.
+    """Refuse arguments that the pipeline does not support.
 
     Raises:
-        TypeError: always, with the reason for the first.
+        TypeError: always, with the reason for the first argument.
     """
     name = next(iter(arguments))
     if name in {field.name for field in fields(PipelineOptions)}:

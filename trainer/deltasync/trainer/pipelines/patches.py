@@ -6,10 +6,9 @@ _MISSING = object()
 
 
 class AttributePatches:
-    """Replaced attributes of objects, with the values before.
+    """Attributes that were replaced on objects, with their earlier values.
 
-    A method replaced on one object hides that of its class until it is put back. A module whose `forward` is
-    replaced stays where it is, and so do the names of its parameters.
+    Replacing the `forward` of a module, instead of wrapping the module, keeps the names of its parameters.
     """
 
     def __init__(self) -> None:
@@ -22,11 +21,11 @@ class AttributePatches:
 
     @property
     def in_place(self) -> bool:
-        """Whether nobody else has replaced one since."""
+        """Whether all replacements are still in place."""
         return all(vars(owner).get(name, _MISSING) is value for owner, name, value, _ in self._before)
 
     def undo(self) -> None:
-        """Put back what was there before, the last first."""
+        """Put the earlier values back, in reverse order."""
         while self._before:
             owner, name, _, before = self._before.pop()
             if before is _MISSING:

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around forward, and a grad scaler where gradients are too small for their type."""
+"""Mixed precision: autocast around forward, and a grad scaler for float16."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,14 +21,14 @@ from deltasync.trainer.tracking.modules import modules_outside_of_tables, outsid
 
 
 def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """The context for forward: autocast, or none."""
+    """The context to run forward in: autocast, or one that does nothing."""
     return torch.autocast(device.type, dtype=options.amp_dtype) if options.enable_amp else nullcontext()
 
 
 class Step:
     """An optimizer step of parameters and deferred tables together.
 
-    A grad scaler takes it for one optimizer, and so finds all gradients that it has scaled in one place.
+    It looks like one optimizer to a grad scaler, which then finds all scaled gradients in one place.
     """
 
     def __init__(self, optimizer: KeyedOptimizer | torch.optim.Optimizer, tables: DeferredTables | None) -> None:
@@ -36,16 +36,16 @@ class Step:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Everything that has a gradient, in one group."""
+        """All tensors that have a gradient, in one group."""
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        # Fused tables are among them as a whole, without gradients.
+        # The parameters include fused tables as whole sharded tensors, which have no gradients.
         own = [parameter for parameter in parameters if not isinstance(parameter, ShardedTensor)]
         outputs = self._tables.outputs if self._tables else []
         return [{"params": [p for p in (*own, *outputs) if p.grad is not None]}]
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of all of these."""
+        """The gradients of all tensors in `param_groups`."""
         return [parameter.grad for parameter in self.param_groups[0]["params"]]
 
     def step(self) -> None:
@@ -55,15 +55,15 @@ class Step:
         self._optimizer.step()
 
     def forget(self) -> None:
-        """Forget the tables' gradients; those of parameters go with the next `zero_grad`."""
+        """Drop the gradients of tables; the next `zero_grad` drops those of parameters."""
         if self._tables:
             self._tables.clear()
 
 
 class LossScale:
-    """Multiplies the loss, and divides all gradients by as much before they are applied.
+    """Multiplies the loss by a scale, and divides all gradients by it before the optimizer step.
 
-    If gradients are not finite on one rank, all ranks leave the step out, for tables too.
+    If a gradient is not finite on one rank, all ranks skip the step, for tables too.
     After "Mixed Precision Training" (Micikevicius et al., 2018).
     """
 
@@ -75,7 +75,7 @@ class LossScale:
         return self._scaler.scale(loss)
 
     def step(self, step: Step, prepare: Callable[[], None]) -> None:
-        """Divide the gradients, call `prepare`, apply them if all are finite, and choose the next scale."""
+        """Unscale the gradients, call `prepare`, take the step if all are finite, and choose the next scale."""
         self._scaler.unscale_(step)  # type: ignore[arg-type]
         prepare()
         self._scaler.step(step)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ class LossScale:
         self._scaler.update()
 
     def forget_step(self) -> None:
-        """Forget that gradients of a step that has failed were divided."""
+        """Forget that gradients of a failed step were already unscaled."""
         self._scaler._per_optimizer_states.clear()
 
     @property
@@ -92,28 +92,28 @@ class LossScale:
         return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save, to go on with the same scale."""
+        """The state of the scale for a checkpoint."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the scale that was saved."""
+        """Continue with a saved scale."""
         self._scaler.load_state_dict(state)
 
 
-_MARK = "_in_backward_optimizers"  # Of PyTorch, and of TorchRec's `apply_optimizer_in_backward`.
+_MARK = "_in_backward_optimizers"  # Set by `apply_optimizer_in_backward`, in PyTorch and in TorchRec.
 
 
 def refuse_backward_updates(model: nn.Module) -> None:
-    """Check that no gradient is applied before the scale of the loss is divided out of it.
+    """Check that no part of the model is updated in backward, with scaled gradients.
 
     Raises:
-        InvalidInput: parts of the model would be updated with scaled gradients; it names them.
+        InvalidInput: some parts are; the message names them.
     """
     updated = [*_fused_modules(model), *_parameters_in_backward(model)]
     if updated:
         raise InvalidInput(
             f"amp_dtype=torch.float16: {', '.join(updated)}: updated in backward, while its gradients are still "
-            f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or give it to the "
+            f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or pass it to the "
             f"optimizer, or shard it"
         )
 

@@ -1,4 +1,4 @@
-"""TensorDicts as features of embedding modules."""
+"""Lets embedding modules take their features from TensorDicts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,10 +31,10 @@ _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
 def accept_tensordicts(model: nn.Module) -> None:
-    """Let a model's embedding modules take TensorDicts, beside KeyedJaggedTensors, with their keys in any order.
+    """Let a model's embedding modules accept TensorDicts as well as KeyedJaggedTensors, with keys in any order.
 
-    A module takes for each of its features what is under the key of that name, and ignores other keys. To be
-    called after sharding; calling it twice does no harm. `OnlinePipeline` calls it for its model.
+    A module reads each of its features under the key of that name, and ignores other keys. Call this after
+    sharding; a second call changes nothing. `OnlinePipeline` calls it for its model.
     """
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingModule):
@@ -60,10 +60,10 @@ def _accept_in_sharded(module: Any) -> None:
 
 
 class OrderedInputDist:
-    """Takes the place of a sharded module's `input_dist`, and hands it features in the order that it expects."""
+    """Replaces the `input_dist` of a sharded module, and passes it features in the order that it expects."""
 
     def __init__(self, module: Any, *, weighted: bool | None) -> None:
-        """Take the place, before or after the module's first batch; `weighted` as in `to_kjt`."""
+        """Wrap the `input_dist` before or after the module's first batch; `weighted` is as in `to_kjt`."""
         self._input_dist, self._weighted = module.input_dist, weighted
         self._needed = list(dict.fromkeys(_features_by_sharding(module)))
         self._order = None if module._has_uninitialized_input_dist else _order_of_first(module)
@@ -91,7 +91,7 @@ class OrderedInputDist:
         return self._permuted(features, self._order)
 
     def _first_order(self, features: KeyedJaggedTensor | TensorDictBase) -> list[str]:
-        """The order of the first batch; if that has other features too, the module's own order."""
+        """The order of the first batch, or the module's own order if that batch has other features too."""
         if isinstance(features, TensorDictBase):
             return self._needed
         keys: list[str] = features.keys()
@@ -104,7 +104,7 @@ class OrderedInputDist:
         if keys not in self._permutations:
             places = [keys.index(key) for key in _all_in(keys, order)]
             on_device = torch.tensor(places, dtype=torch.int32, device=features.device())
-            self._permutations = {keys: (places, on_device)}  # The last order alone: there may be many.
+            self._permutations = {keys: (places, on_device)}  # Only keep the last one: there may be many orders.
         return features.permute(*self._permutations[keys])
 
 
@@ -116,14 +116,14 @@ def _all_in(keys: tuple[str, ...], order: list[str]) -> list[str]:
 
 
 def _features_by_sharding(module: Any) -> list[str]:
-    """The features of a sharded module in the order in which it sends them out; shared ones several times."""
+    """The features of a sharded module in the order in which it sends them; shared features appear repeatedly."""
     bags = isinstance(module, ShardedEmbeddingBagCollection)
     shardings = module._embedding_shardings if bags else module._sharding_type_to_sharding.values()
     return [feature for sharding in shardings for feature in sharding.feature_names()]
 
 
 def _order_of_first(module: Any) -> list[str] | None:
-    """The keys of a module's first batch, which is over; None if that had keys that are not needed."""
+    """The keys of the first batch that a module has had; None if the batch had keys that it does not need."""
     needed = _features_by_sharding(module)
     places: list[int] = module._features_order
     if not places:
@@ -133,14 +133,14 @@ def _order_of_first(module: Any) -> list[str] | None:
 
 
 def _expect(module: Any, order: list[str]) -> None:
-    """Let a module expect its features in this order instead of that of its first batch."""
+    """Make a module expect its features in this order instead of the order of its first batch."""
     places = [order.index(feature) for feature in _features_by_sharding(module)]
     module._features_order, module._has_features_permute = places, True
     module._features_order_tensor = torch.tensor(places, dtype=torch.int32, device=module._device)
 
 
 class _KeyedInputDist:
-    """The `input_dist` of a sharded module that does more with features than looking them up: no TensorDicts."""
+    """Makes the `input_dist` of a sharded module refuse TensorDicts, if it does more than look up features."""
 
     def __init__(self, module: Any) -> None:
         self._input_dist, self._kind = module.input_dist, type(module).__name__
@@ -151,7 +151,7 @@ class _KeyedInputDist:
 
 
 class _TensorDictConversion:
-    """A hook before the forward of an unsharded module: TensorDicts become KeyedJaggedTensors."""
+    """A forward pre-hook of an unsharded module that converts TensorDicts to KeyedJaggedTensors."""
 
     def __init__(self, keys: list[str], weighted: bool | None) -> None:
         self._keys, self._weighted = keys, weighted
@@ -167,7 +167,7 @@ class _TensorDictConversion:
 
 
 class _TensorDictRefusal:
-    """A hook before the forward of an unsharded module that does more with features than looking them up."""
+    """Makes an unsharded module refuse TensorDicts, if it does more than look up features (a forward pre-hook)."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for features in (*args, *kwargs.values()):
@@ -182,7 +182,7 @@ def _refuse_tensordict(features: Any, kind: str) -> None:
 def refuse_tensorclass(features: Any) -> None:
     """Refuse a tensorclass, which only some modules treat as a TensorDict."""
     if is_tensorclass(features):
-        raise InvalidInput(f"{type(features).__name__} is a tensorclass: give its `to_tensordict()`")
+        raise InvalidInput(f"{type(features).__name__} is a tensorclass: pass its `to_tensordict()`")
 
 
 def _configs(module: Any) -> list[Any]:
@@ -195,7 +195,7 @@ def _keys(configs: list[Any]) -> list[str]:
 
 
 def _is_weighted(module: Any) -> bool | None:
-    """Whether a module multiplies rows by weights; None for sequences of rows, which leave weights alone."""
+    """Whether a module multiplies rows by weights; None for modules without pooling, which ignore weights."""
     if isinstance(module, EmbeddingCollectionInterface | ShardedEmbeddingCollection):
         return None
     bags = isinstance(module, EmbeddingBagCollectionInterface)
@@ -203,19 +203,21 @@ def _is_weighted(module: Any) -> bool | None:
 
 
 def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | None = None) -> KeyedJaggedTensor:
-    """The ids of the named keys, in that order; other keys may hold anything.
+    """Convert the named keys of a TensorDict to a KeyedJaggedTensor, in that order.
 
     Args:
-        features: under each key, ids of B examples: a JaggedTensor, or a nested tensor of layout torch.jagged.
-        keys: the features to take.
-        weighted: True takes the weights of the ids too, which only a JaggedTensor has; False refuses weights; None
-            ignores them.
+        features: ids of B examples under each key, as a JaggedTensor or a nested tensor of layout torch.jagged.
+            Other keys may have any value.
+        keys: the features to convert.
+        weighted: True also converts the weights of the ids, which only a JaggedTensor has; False refuses weights;
+            None ignores them.
 
     Raises:
-        InvalidInput: a key is missing, has no ids, no weights, or another number of examples than the others.
+        InvalidInput: a key is missing, has no ids or no weights, or differs from the others in its number of
+            examples.
     """
     if not keys or len(set(keys)) < len(keys):
-        raise InvalidInput(f"keys {list(keys)}: expected at least one, and each of them once")
+        raise InvalidInput(f"keys {list(keys)}: expected at least one key, and no key twice")
     features_by_key = {key: _jagged(features, key) for key in keys}
     weights = [_weights(key, jagged) for key, jagged in features_by_key.items()] if weighted else None
     if weighted is False:
@@ -224,7 +226,7 @@ def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | No
     length_per_key = lengths.sum(1).tolist()
     for (key, jagged), length in zip(features_by_key.items(), length_per_key, strict=True):
         if jagged.values().numel() != length:
-            raise InvalidInput(f"key {key!r}: {jagged.values().numel()} ids, and lengths that add up to {length}")
+            raise InvalidInput(f"key {key!r}: {jagged.values().numel()} ids, but lengths that add up to {length}")
     return KeyedJaggedTensor(
         keys=list(keys),
         values=torch.cat([jagged.values() for jagged in features_by_key.values()]),
@@ -239,10 +241,10 @@ def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
     if key not in features.keys():  # noqa: SIM118  # A TensorDict iterates over its examples.
         there = ", ".join(map(str, features.keys()))
         raise InvalidInput(f"key {key!r} is not in the TensorDict, which has {there}")
-    value = features[key]  # `get` hands out a JaggedTensor in a wrapper.
+    value = features[key]  # `get` returns a JaggedTensor in a wrapper.
     # Nested tensors are slow: all but their attributes goes through Python.
     if isinstance(value, NestedTensor) and value._values.dim() == 1:
-        whole: Any = value if value._lengths is None else value.contiguous()  # A narrowed one has gaps.
+        whole: Any = value if value._lengths is None else value.contiguous()  # A narrowed tensor has gaps.
         value = JaggedTensor(values=whole._values, offsets=whole._offsets)
     if not isinstance(value, JaggedTensor):
         raise InvalidInput(
@@ -289,7 +291,7 @@ def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:
 
 
 def _refuse_weights(by_key: dict[str, JaggedTensor]) -> None:
-    """TorchRec's sharded modules would multiply rows by them, its unsharded ones would not."""
+    """Refuse weights, because TorchRec's sharded modules would apply them and its unsharded ones would not."""
     for key, jagged in by_key.items():
         if jagged.weights_or_none() is not None:
             raise InvalidInput(f"key {key!r} has ids with weights, for tables that do not weight them")

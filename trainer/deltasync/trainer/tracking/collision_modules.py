@@ -1,4 +1,4 @@
-"""Managed collision: the rows that raw ids have, the shards that they are looked up in, and maps as tables."""
+"""Managed collision: publishes the maps from raw ids to rows as tables, and finds the shard of a raw id."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ _LARGEST = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True)
 class Routing:
-    """The shard of a table in which a raw id is looked up, as TorchRec's input dist chooses it.
+    """Finds the shard in which TorchRec looks up a raw id, as its input dist does.
 
-    Ids below `block * shards` go to the shard of their block, all others to the shards in turn; ids count as
-    unsigned.
+    An id below `block * shards` goes to the shard of its block, any other id to shard `id % shards`. Ids are read
+    as unsigned.
 
     Attributes:
-        block: number of consecutive ids that go to one shard.
+        block: number of consecutive ids per shard.
         shards: number of shards.
     """
 
@@ -40,11 +40,11 @@ class Routing:
     shards: int
 
     def range_of(self, shard: int) -> tuple[int, int]:
-        """The first raw id of a shard's block, and its end: the largest int64 at most."""
+        """The first raw id of a shard's block and the end of the block, which is at most the largest int64."""
         return self.block * shard, min(self.block * (shard + 1), _LARGEST)
 
     def shards_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """The shard of each of some raw ids: int64 [n] for int64 [n]."""
+        """The shard of each raw id: int64 [n] for int64 [n]."""
         in_turn = torch.where(ids < 0, ids % self.shards + 2**64 % self.shards, ids) % self.shards
         inside = (ids >= 0) & (ids < min(self.block * self.shards, _LARGEST))
         return torch.where(inside, ids // self.block, in_turn)
@@ -52,17 +52,17 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class CollisionModule:
-    """A managed collision module, and the shard of the table whose rows it gives to raw ids.
+    """A managed collision module, and this rank's shard of the table whose rows it assigns to raw ids.
 
     Attributes:
         name: the module's FQN.
         module: the module, with the raw ids of this rank's rows.
-        of: the table's name.
-        rows: number of the table's rows.
+        of: the table's FQN.
+        rows: number of rows of the table.
         row_offset: the first row of this rank.
         number: number of this rank's shard.
         shards: number of shards of the table.
-        sharded: whether the table is sharded, if only over one rank.
+        sharded: whether the table is sharded, even if only over one rank.
     """
 
     name: str
@@ -76,8 +76,8 @@ class CollisionModule:
 
     @property
     def hashes(self) -> bool:
-        """Whether the module finds a raw id by hashing; otherwise it has a sorted list."""
-        return hasattr(self.module, _IDENTITIES)  # Of HashZch, whose import compiles kernels.
+        """Whether the module finds raw ids by hashing (HashZch) instead of in a sorted list."""
+        return hasattr(self.module, _IDENTITIES)  # An `isinstance` would import HashZch, which compiles kernels.
 
     @property
     def local_rows(self) -> int:
@@ -92,7 +92,7 @@ class CollisionModule:
 
     @property
     def tables(self) -> list[TableSpec]:
-        """Its map, and where unknown ids have one row in a shard, which row that is."""
+        """The table of the map and, if each shard has one row for unknown raw ids, the table of those rows."""
         raw_ids = TableSpec(f"{self.name}.raw_ids", self.rows, 1, _INT64, TableKind.ID_MAP, self.of)
         ranges = TableSpec(f"{self.name}.id_ranges", self.rows, 3, _INT64, TableKind.ID_RANGES, self.of)
         return [raw_ids] if self.hashes else [raw_ids, ranges]
@@ -103,10 +103,10 @@ class CollisionModule:
 
 
 def collision_modules(model: nn.Module) -> list[CollisionModule]:
-    """Every managed collision module of a model.
+    """All managed collision modules of a model.
 
     Raises:
-        InvalidInput: the map of one cannot be published.
+        InvalidInput: the map of a module cannot be published.
     """
     by_id = {
         id(one.module): one
@@ -146,7 +146,7 @@ def _table(name: str, embeddings: nn.Module, table: str) -> str:
 
 
 def _shard_offsets(collection: nn.Module, table: str) -> tuple[list[int], int]:
-    """The first row of each shard of a table, and of this rank's shard."""
+    """The first row of each shard of a table, and the first row of this rank's shard."""
     if not isinstance(collection, ShardedManagedCollisionCollection):
         return [0], 0
     for sharding in collection._embedding_shardings:
@@ -166,21 +166,21 @@ def _check(one: CollisionModule) -> None:
         )
     if not one.hashes and one.shards > 1 and not one.module.input_size():
         raise InvalidInput(
-            f"module {one.name!r}: with an input_hash_size of 0 raw ids go to ranks in turn, which cannot be "
-            "published"
+            f"module {one.name!r}: input_hash_size is 0, which spreads raw ids over ranks in a way that cannot be "
+            "published; set it above the largest raw id"
         )
 
 
 class CollisionMapShard:
-    """This rank's share of the map of a managed collision module, as tracked tables. Within the gate.
+    """This rank's share of the map of a managed collision module, as tracked tables. Use within the gate.
 
     Attributes:
-        of: the table whose rows the map gives to raw ids.
-        tables: the map, and the ranges of raw ids if there are some.
+        of: the table whose rows the map assigns to raw ids.
+        tables: the map and, if the module has it, the table of rows for unknown raw ids.
     """
 
     def __init__(self, collision: CollisionModule) -> None:
-        """Read the map as it is now.
+        """Read the current map.
 
         Raises:
             InvalidInput: the map contradicts itself.
@@ -196,12 +196,12 @@ class CollisionMapShard:
         """Read the map again; return the local ids of rows whose raw id has changed: int64 [n].
 
         Raises:
-            InvalidInput: the map contradicts itself; nothing was read.
+            InvalidInput: the map contradicts itself. The result of the last read stays.
         """
         version = self._buffers_version()
         if version and version == self._version:
             return self._column.new_empty(0)
-        if self._collision.hashes:  # Its free rows have -1. A row of `FREE_ID` is published as free, too.
+        if self._collision.hashes:  # Free rows have -1 here. A row with raw id `FREE_ID` is published as free too.
             identities = self._collision.module._hash_zch_identities.detach().view(-1)
             changed = follow_numbers(identities, FREE_ID, -1, self._column)
         else:
@@ -221,7 +221,7 @@ class CollisionMapShard:
         )
 
     def _buffers_version(self) -> tuple[int, ...]:
-        """Numbers that change whenever a sorted map does; empty for a map that a kernel writes to silently."""
+        """Numbers that change with a sorted map; empty for a hashed map, to which a kernel writes unnoticed."""
         if self._collision.hashes:
             return ()
         module = self._collision.module
@@ -235,14 +235,14 @@ class CollisionMapShard:
         return column
 
     def _is_read(self, column: torch.Tensor) -> bool:
-        """Read a map in host memory into `column`, zeros; False if `_checked_column` has to."""
+        """Read a map in host memory into a `column` of zeros; False if `_checked_column` must do it instead."""
         collision = self._collision
         raw, rows = collision.module._mch_sorted_raw_ids, collision.module._mch_remapped_ids_mapping
         first, end = collision.routing.range_of(collision.number)
         return not read_sorted(raw.numpy(), rows.numpy(), collision.row_offset, first, end, column.numpy())
 
     def _checked_column(self) -> torch.Tensor:
-        """The column of a map in any memory, in which raw ids may be wrong, or be looked up elsewhere."""
+        """Read a map in any memory, with checks, and without raw ids that are looked up in another shard."""
         module = self._collision.module
         in_use = module._mch_sorted_raw_ids != FREE_ID
         raw = module._mch_sorted_raw_ids[in_use]
@@ -254,10 +254,11 @@ class CollisionMapShard:
         return column
 
     def _unreached(self, raw: torch.Tensor) -> torch.Tensor:
-        """Positions among raw ids [n] that are looked up on other ranks, as may be after a reshard."""
+        """Positions of the raw ids [n] that are looked up on other ranks, which may happen after a reshard."""
         routing, number = self._collision.routing, self._collision.number
         first, end = routing.range_of(number)
-        elsewhere = torch.nonzero((raw < first) | (raw >= end)).squeeze(1)  # Mostly none: divisions are slow.
+        # Usually none. Only divide for these, because divisions are slow.
+        elsewhere = torch.nonzero((raw < first) | (raw >= end)).squeeze(1)
         return elsewhere[routing.shards_of(raw[elsewhere]) != number]
 
     def _check(self, raw: torch.Tensor, rows: torch.Tensor) -> None:
@@ -277,20 +278,20 @@ def id_maps(model: nn.Module) -> list[CollisionMapShard]:
     """The maps of all managed collision modules of a model.
 
     Raises:
-        InvalidInput: one cannot be published.
+        InvalidInput: a map cannot be published.
     """
     return [CollisionMapShard(collision) for collision in collision_modules(model)]
 
 
 def _ranges(collision: CollisionModule) -> torch.Tensor:
-    """The ranges table of a shard: zeros except in its last row, which is for raw ids that are not in the map."""
+    """A shard of the table of ranges: zeros except in the last row, which is for raw ids outside the map."""
     rows = torch.from_numpy(np.zeros((collision.local_rows, 3), np.int64))  # Untouched pages cost no memory.
     rows[-1] = torch.tensor([*collision.routing.range_of(collision.number), collision.row_offset])
     return rows
 
 
 def _is_sound(raw: torch.Tensor, rows: torch.Tensor, local_rows: int) -> bool:
-    """Whether a map that is sorted by raw id is sound; finding a problem takes far longer."""
+    """Quickly check a map that is sorted by raw id; `_problem` takes far longer."""
     in_use = torch.zeros(local_rows, dtype=torch.bool, device=rows.device)
     in_use[rows[(rows >= 0) & (rows < local_rows)]] = True
     return bool((in_use.sum() == len(rows)) & (raw[1:] > raw[:-1]).all())

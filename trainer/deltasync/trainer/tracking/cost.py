@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class TrackerCost:
-    """The cost of tracking so far, as numbers to log. On a GPU, seconds are those of the host.
+    """The cost of tracking so far. With a GPU, seconds are time on the host.
 
     Attributes:
-        marking_seconds: for noting the ids of lookups, in backward.
-        marking_bytes: of these ids.
-        compaction_seconds: for stamping the rows of these ids.
-        compaction_bytes: of the stamps written.
-        reading_seconds: for finding and gathering changed rows, in the threads that read.
-        reading_bytes: of the ids and values copied for readers.
+        marking_seconds: time to record the ids of lookups, in backward.
+        marking_bytes: bytes of these ids.
+        compaction_seconds: time to stamp the rows of these ids.
+        compaction_bytes: bytes of the written stamps.
+        reading_seconds: time to find and gather changed rows, in all reading threads.
+        reading_bytes: bytes of the ids and values copied for readers.
     """
 
     marking_seconds: float = 0.0
@@ -28,15 +28,15 @@ class TrackerCost:
     reading_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._reading = threading.Lock()  # Several threads may read at once; all else happens within the gate.
+        self._reading = threading.Lock()  # Several threads may read at once; the gate protects everything else.
 
     @property
     def seconds(self) -> float:
-        """All seconds together."""
+        """Total time."""
         return self.marking_seconds + self.compaction_seconds + self.reading_seconds
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by name."""
+        """The numbers by name."""
         return asdict(self)
 
     def add_reading(self, seconds: float = 0.0, nbytes: int = 0) -> None:
@@ -47,7 +47,7 @@ class TrackerCost:
 
     @contextmanager
     def timed_reading(self) -> Iterator[None]:
-        """Add the time spent within to the cost of reading."""
+        """Add the time of the block to the cost of reading."""
         started = time.perf_counter()
         try:
             yield

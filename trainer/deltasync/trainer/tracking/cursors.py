@@ -1,4 +1,4 @@
-"""Cursors of the tracker's consumers: the acknowledged stamps, and in some modes the rows as they were then."""
+"""Cursors of the tracker's consumers: the acknowledged stamp, and in some modes the values at that time."""
 
 import threading
 import weakref
@@ -18,7 +18,7 @@ from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps, forget
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# malloc gives larger blocks back to the system as soon as they are freed.
+# malloc returns blocks above this size to the system as soon as they are freed.
 _LARGE_BYTES = 32 << 20
 
 
@@ -33,7 +33,7 @@ class Cursors:
         return iter(list(self._cursors.values()))
 
     def __getitem__(self, consumer: str | None) -> "ConsumerCursor":
-        """The cursor of a consumer; None is "default", or the only consumer there is.
+        """The cursor of a consumer; None means "default", or the only consumer.
 
         Raises:
             NotFound: there is no such consumer.
@@ -51,16 +51,16 @@ class Cursors:
         return sum(cursor.nbytes for cursor in self)
 
     def check_new(self, name: str) -> None:
-        """Check that a consumer of that name can be added. Within the gate.
+        """Check that a consumer of that name can be added. Call within the gate.
 
         Raises:
             Contradiction: there is a consumer of that name.
         """
         if name in self._cursors:
-            raise Contradiction(f"there is a consumer {name!r} already: remove it first, or take another name")
+            raise Contradiction(f"there is a consumer {name!r} already: remove it first, or use another name")
 
     def add(self, name: str, mode: TrackingMode) -> None:
-        """Add a cursor for a new consumer. Within the gate's `reading`, with all marks settled.
+        """Add a cursor for a new consumer. Call within the gate's `reading`, with all marks settled.
 
         Raises:
             InvalidInput: a table does not have what the mode reads.
@@ -77,16 +77,16 @@ class Cursors:
             del self._cursors[self[name].name]
 
     def resync(self, consumer: str | None, cursor: int = NOTHING) -> None:
-        """Move a consumer's cursor back to an earlier one, or before every row. Tokens of earlier reads expire.
+        """Move a consumer's cursor back to an earlier one, or before all rows. Tokens of earlier reads expire.
 
         Raises:
             NotFound: there is no such consumer.
-            InvalidInput: the consumer has first values, which are not kept for an earlier cursor.
+            InvalidInput: the consumer has first values, which only exist for its current cursor.
         """
         with self._gate:
             ours = self[consumer]
             with ours.lock:
-                # A cursor from before the clock started over is not less than the clock.
+                # A cursor that is not below the clock is from before the clock was restarted.
                 usable = NOTHING < cursor < self._stamps.clock
                 self._cursors[ours.name] = ours.moved_back(cursor) if usable else ours.emptied()
 
@@ -99,20 +99,23 @@ class Cursors:
             return token.registration is cursor and cursor.advance(token)
 
     def forget(self, fqn: str, ids: torch.Tensor) -> None:
-        """Drop first values of deleted rows of a table (local ids). Within the gate."""
+        """Drop first values of deleted rows of a table (local ids). Call within the gate."""
         for cursor in self:
             with cursor.lock:
                 cursor.forget(fqn, ids)
 
     def tick(self) -> int:
-        """Return the cursor after all stamps so far, and advance the clock. Within the gate."""
+        """Return the cursor after all stamps so far, and advance the clock. Call within the gate."""
         if self._stamps.clock == CLOCK_END:
             self._stamps.restart_clock()
             self._cursors = {name: cursor.moved_to(0) for name, cursor in self._cursors.items()}
         return self._stamps.tick()
 
     def restore(self, restored: "dict[str, ConsumerCursor]") -> None:
-        """Take over the cursors of a checkpoint; consumers that are not in it begin now. Within the gate."""
+        """Replace all cursors by those of a checkpoint. Consumers that are not in it start now, with all rows.
+
+        Call within the gate.
+        """
         for name, cursor in self._cursors.items():
             if name not in restored:
                 restored[name] = ConsumerCursor.at(self._stamps.clock, name, cursor.mode, self._tables)
@@ -124,7 +127,7 @@ class ReadMemory:
     """Host memory for the rows that reads return.
 
     Touching new memory costs more than copying rows into it. When nothing refers to the rows of a read any more,
-    the next read uses their memory again, and returns the rest to the system.
+    the next read reuses their memory, and returns the rest to the system.
     """
 
     def __init__(self) -> None:
@@ -144,13 +147,13 @@ class ReadMemory:
         return torch.index_select(rows, 0, ids, out=copies)
 
     def trim(self) -> None:
-        """Return the memory that the current read has not used to the system."""
+        """Return memory to the system that the current read has not used."""
         self._free.clear()
 
     def _block(self, nbytes: int) -> NDArray[np.uint8]:
         blocks = self._free.copy().items()
         fitting = [(block.nbytes, key) for key, block in blocks if nbytes <= block.nbytes <= 4 * nbytes]
-        # Pages that nothing touches cost nothing.
+        # Rounding up is free, because untouched pages cost no memory.
         block = self._free.pop(min(fitting)[1]) if fitting else np.empty(1 << (nbytes - 1).bit_length(), np.uint8)
         used = block[:nbytes]
         weakref.finalize(used, self._free.__setitem__, id(block), block).atexit = False
@@ -159,18 +162,18 @@ class ReadMemory:
 
 @dataclass(eq=False)
 class ConsumerCursor:
-    """A consumer's cursor, and the rows that it stands for. Any thread may use it under its `lock`.
+    """The cursor of a consumer, with its first values. Any thread may use it while it has the `lock`.
 
     Attributes:
         name: the consumer's name.
-        mode: what its reads return beside ids.
+        mode: what its reads return in addition to ids.
         cursor: rows stamped later are new to the consumer.
         row_offsets: by FQN, global id of this rank's first row.
-        first_values: by FQN, the rows as they were at the cursor, in host memory, NaN where the consumer has none.
-            Empty unless the mode has first values.
-        carried: by FQN, global ids, ascending, of rows that are due although not stamped later.
-        memory: for the rows that reads return.
-        lock: guards all of these; acquired after the gate.
+        first_values: by FQN, the values of all rows at the cursor, in host memory, NaN for rows that the consumer
+            does not have. Empty unless the mode has first values.
+        carried: by FQN, global ids, ascending, of rows that are due although their stamps are not later.
+        memory: memory for the rows that reads return.
+        lock: protects all other attributes; acquire it after the gate.
     """
 
     name: str
@@ -184,7 +187,7 @@ class ConsumerCursor:
 
     @classmethod
     def at(cls, cursor: int, name: str, mode: TrackingMode, tables: Sequence[TrackedTable]) -> "ConsumerCursor":
-        """A cursor for a consumer that has the rows as they are now: rows stamped after `cursor` are new to it.
+        """A cursor for a consumer that has the current rows: only rows stamped after `cursor` are new to it.
 
         Raises:
             InvalidInput: a table does not have what the mode reads.
@@ -194,25 +197,26 @@ class ConsumerCursor:
         return cls(name, mode, cursor, {table.name: table.row_offset for table in tables}, first_values)
 
     def emptied(self) -> "ConsumerCursor":
-        """A cursor for the same consumer without any row. It takes over this one's first values."""
+        """A cursor for the same consumer without any row. It reuses the memory of the first values."""
         for rows in self.first_values.values():
             forget(rows, slice(None))
         return self.moved_to(NOTHING)
 
     def moved_back(self, cursor: int) -> "ConsumerCursor":
-        """A cursor for the same consumer at an earlier point, or here. Tokens of this one do not move it.
+        """A cursor for the same consumer at `cursor`, but not later than this one. Earlier tokens do not move it.
 
         Raises:
-            InvalidInput: the consumer has first values, which are not kept for an earlier cursor.
+            InvalidInput: the consumer has first values, which only exist for its current cursor.
         """
         if self.first_values:
             raise InvalidInput(
-                f"consumer {self.name!r} of mode {self.mode.value!r}: first values are not kept for long"
+                f"consumer {self.name!r} of mode {self.mode.value!r} cannot go back: first values only exist for "
+                "its current cursor; resync it without a cursor"
             )
         return replace(self.moved_to(min(cursor, self.cursor)), carried=self.carried)
 
     def moved_to(self, cursor: int) -> "ConsumerCursor":
-        """Another cursor for the same consumer. Tokens of this one do not move it."""
+        """A cursor for the same consumer at `cursor`. Tokens of this one do not move it."""
         return replace(self, cursor=cursor, carried={}, memory=ReadMemory(), lock=threading.RLock())
 
     @property
@@ -226,7 +230,7 @@ class ConsumerCursor:
 
         Args:
             table: the table.
-            stamps: the rank's.
+            stamps: the stamps of this rank.
             number: the table's number in `stamps`.
         """
         changed, carried = stamps.later(number, self.cursor), self.carried.get(table.name)
@@ -241,7 +245,7 @@ class ConsumerCursor:
         return self.memory.select(self.first_values[table.name], ids) if self.first_values else None
 
     def with_first(self, rows: DeltaRows) -> DeltaRows:
-        """Add the values at the cursor to rows in host memory. For modes that keep them."""
+        """Add the values at the cursor to rows in host memory. Only for modes with first values."""
         fqn = rows.shards[0].table.name
         first = self.memory.select(self.first_values[fqn], rows.ids - self.row_offsets[fqn])
         return replace(rows, first=first)
@@ -249,8 +253,8 @@ class ConsumerCursor:
     def most_changed(self, delta: Delta, k: float, *, per_table: bool) -> Delta:
         """The rows of a delta with the largest norms (see `largest`), and all rows of buffers and maps.
 
-        The other rows are carried over, even with a norm of 0: the receiver may have another value of them, from a
-        delta that was not acknowledged.
+        Carries the other rows over, even with a norm of 0, because the receiver may have another value from a
+        delta that it did not acknowledge.
         """
         ranked = {fqn: rows for fqn, rows in delta.rows.items() if rows.shards[0].table.kind.trained}
         chosen = largest({fqn: rows.norms() for fqn, rows in ranked.items()}, k, per_table=per_table)
@@ -260,7 +264,7 @@ class ConsumerCursor:
         return Delta(rows, replace(delta.token, rows=rows, carried=carried), delta.deletes)
 
     def advance(self, token: Token) -> bool:
-        """Move the cursor to a token's, unless it has been there already; return whether it moved."""
+        """Move the cursor forward to that of a token; return whether it moved."""
         if token.cursor <= self.cursor:
             return False
         self.cursor = token.cursor
@@ -277,7 +281,7 @@ class ConsumerCursor:
         return True
 
     def forget(self, fqn: str, ids: torch.Tensor) -> None:
-        """Drop first values of deleted rows of a table (local ids): if they come back, they are new rows."""
+        """Drop first values of deleted rows of a table (local ids). If they return, they are new rows."""
         if fqn in self.first_values:
             forget(self.first_values[fqn], ids.cpu())
 
@@ -287,6 +291,6 @@ def _copy(live: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replace_rows(rows: torch.Tensor, ids: torch.Tensor, column: int, values: torch.Tensor) -> None:
-    """Set the rows [n, d] with these ids, in host memory, from a column on."""
+    """Overwrite rows [n, d] with these ids, in host memory, starting at a column."""
     words = words_of(rows.numpy())
     scatter(words, column * words.shape[1] // rows.shape[1], ids.numpy(), words_of(values.numpy()))

@@ -20,13 +20,14 @@ from deltasync.trainer.tracking.options import TrackingMode, has_rows
 class Delta:
     """The changes for a consumer since its cursor.
 
-    `Tracker.begin_delta` on a GPU returns one before its rows have arrived in host memory (`gpu.LaunchedDelta`).
-    Only `arrived`, `result`, `token` and `deletes` may be used until then, by one thread at a time.
+    On a GPU, `Tracker.begin_delta` returns a delta before its rows have arrived in host memory
+    (`gpu.LaunchedDelta`). Until then, use only `arrived`, `result`, `token` and `deletes`, from one thread at a
+    time.
 
     Attributes:
-        rows: changed rows by table FQN; tables without any are left out.
-        token: give it to `Tracker.acknowledge` once the receiver has the rows and the deletes.
-        deletes: deleted rows by table FQN; a row that has changed since is among `rows` again.
+        rows: changed rows by table FQN, only of tables with changes.
+        token: pass it to `Tracker.acknowledge` once the receiver has the rows and the deletes.
+        deletes: deleted rows by table FQN; a deleted row that has changed again is in `rows` instead.
     """
 
     rows: "Mapping[str, DeltaRows]"
@@ -40,7 +41,7 @@ class Delta:
 
     @property
     def result(self) -> "Delta":
-        """This delta; waits until its rows are in host memory."""
+        """This delta, after waiting until its rows are in host memory."""
         return self
 
     @property
@@ -56,15 +57,15 @@ class Delta:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def without_values(self) -> "Delta":
-        """A copy with ids alone."""
+        """A copy with ids only."""
         rows = {fqn: replace(rows, shard_values=[], first=None) for fqn, rows in self.rows.items()}
         return Delta(rows, self.token, self.deletes)
 
     def batches(self) -> list[RowBatch]:
-        """The current rows and the deletes of all tables by shard, as a publisher sends them, without copying.
+        """The current rows and the deletes of all tables, by shard, for a publisher. Does not copy.
 
         Raises:
-            InvalidInput: the mode, or a read of ids only, has no current rows.
+            InvalidInput: the delta has no current rows because of its mode, or was read with ids only.
         """
         batches = [batch for rows in self.rows.values() for batch in rows.batches()]
         return batches + [batch for deleted in self.deletes.values() for batch in deleted.batches()]
@@ -77,13 +78,13 @@ class DeltaRows:
     Attributes:
         ids: int64 [n], global row ids, ascending, each once.
         shards: the table's shards on this rank, by column; most ranks hold all columns in one.
-        shard_values: by shard, the current rows [n, its columns], or the momentum, which has as many columns, or
-            one if the optimizer keeps one value per row. Empty if the mode is ids only.
-        first: `values` as they were at the consumer's cursor; NaN where the consumer has none, as after a
+        shard_values: by shard, the current rows [n, its columns], or the current momentum with as many columns, or
+            with one column if the optimizer has one value per row. Empty for ids only.
+        first: `values` at the consumer's cursor; NaN for rows that the consumer does not have, for example after a
             `resync`. None if the mode does not keep them.
-        mode: how they were read.
-        shard_digests: by shard, the digests of its current rows, int64 [n]. Empty for rows in host memory: the
-            publisher's thread computes theirs.
+        mode: the mode of the read.
+        shard_digests: by shard, digests of the current rows, int64 [n], if a GPU has computed them. Otherwise
+            empty, and the publisher's thread computes them.
     """
 
     ids: torch.Tensor
@@ -100,16 +101,16 @@ class DeltaRows:
 
     @cached_property
     def values(self) -> torch.Tensor | None:
-        """The values of all shards side by side; a copy if there are several shards. None if ids only."""
+        """The values of all shards side by side, copied if there are several shards. None for ids only."""
         if len(self.shard_values) > 1:
             return torch.cat(self.shard_values, dim=1)
         return self.shard_values[0] if self.shard_values else None
 
     def batches(self) -> list[RowBatch]:
-        """The current rows by shard, as a publisher sends them, without copying.
+        """The current rows by shard, for a publisher. Does not copy.
 
         Raises:
-            InvalidInput: the mode, or a read of ids only, has no current rows.
+            InvalidInput: the delta has no current rows because of its mode, or was read with ids only.
         """
         if not self.shard_values or not has_rows(self.mode):
             raise InvalidInput(
@@ -127,7 +128,7 @@ class DeltaRows:
 
     @property
     def states(self) -> torch.Tensor | None:
-        """The `states` of TorchRec's tracker: first rows, last momentum, or the growth of momentum."""
+        """The `states` of TorchRec's tracker: first rows, last momentum, or the increase of the momentum."""
         if self.values is None or self.first is None:
             return self.values
         return self.first if self.mode is TrackingMode.EMBEDDING else self.values - self.first
@@ -136,7 +137,7 @@ class DeltaRows:
         """L2 norm of each row's change, or of its last momentum: float32 [n].
 
         Raises:
-            InvalidInput: the mode, or a read of ids only, has no values to compute it from.
+            InvalidInput: the mode does not allow it, or the delta was read with ids only.
         """
         check_ranked(self.mode)
         if self.values is None:
@@ -166,7 +167,7 @@ class DeletedRows:
     shards: list[Shard]
 
     def batches(self) -> list[RowBatch]:
-        """The deletes by shard, as a publisher sends them."""
+        """The deletes by shard, for a publisher."""
         return [RowBatch.deletes(shard, self.ids.numpy()) for shard in self.shards]
 
 
@@ -176,11 +177,11 @@ class Token:
 
     Attributes:
         consumer: the consumer's name.
-        cursor: everything stamped up to here was in the delta, or is carried over.
-        rows: the delta's rows by FQN, if the consumer keeps first values.
-        deletes: its deletes by FQN, if the consumer keeps first values.
+        cursor: all rows stamped up to here were in the delta or are carried over.
+        rows: the delta's rows by FQN, if the consumer has first values.
+        deletes: the delta's deletes by FQN, if the consumer has first values.
         carried: by FQN, global ids of due rows that the delta left for later.
-        registration: tells the consumer from an earlier or later one of the same name.
+        registration: distinguishes the consumer from an earlier or later one of the same name.
     """
 
     consumer: str
@@ -192,26 +193,26 @@ class Token:
 
 
 def check_ranked(mode: TrackingMode, k: float = 1) -> None:
-    """Check that a mode shows by how much a row has changed, and that `k` is a number or a share of rows.
+    """Check that a mode can rank rows by their change, and that `k` is a number of rows or a share of them.
 
     Raises:
-        InvalidInput: the mode does not, or `k` is neither.
+        InvalidInput: the mode cannot, or `k` is neither.
     """
     if mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING_LAST):
         raise InvalidInput(
-            f"mode {mode.value!r} does not tell by how much a row has changed: "
+            f"mode {mode.value!r} does not show by how much a row has changed: "
             f"use {TrackingMode.EMBEDDING.value!r}"
         )
     Amount().read("k", k.item() if isinstance(k, np.generic) else k)
 
 
 def largest(norms: Mapping[str, torch.Tensor], k: float, *, per_table: bool) -> dict[str, torch.Tensor]:
-    """The rows with the largest norms, as a bool mask [n] by FQN. NaN is the largest.
+    """Choose the rows with the largest norms: a bool mask [n] by FQN. NaN counts as the largest.
 
     Args:
-        norms: of the changed rows, [n] by FQN.
-        k: number of rows, or below 1 a share of them, rounded up.
-        per_table: count `k` in each table instead of in all together.
+        norms: norms of the changed rows, [n] by FQN.
+        k: number of rows, or if below 1 the share of rows, rounded up.
+        per_table: apply `k` to each table instead of to all tables together.
     """
     if per_table:
         return {fqn: _largest(of_table, k) for fqn, of_table in norms.items()}
@@ -221,7 +222,7 @@ def largest(norms: Mapping[str, torch.Tensor], k: float, *, per_table: bool) -> 
 
 
 def _largest(norms: torch.Tensor, k: float) -> torch.Tensor:
-    # As floats, 0.07 of 100 rows are 7.000000000000001.
+    # In floating point, 0.07 * 100 is 7.000000000000001.
     rows = max(1, math.ceil(round(k * len(norms), 6))) if k < 1 else int(k)
     chosen = torch.zeros(len(norms), dtype=torch.bool)
     chosen[torch.topk(norms, min(rows, len(norms))).indices] = True

@@ -1,6 +1,6 @@
-"""Reading the rows that are due to a consumer into host memory.
+"""Reads the rows that are due to a consumer into host memory.
 
-Any thread may read. A thread that does not train waits for the end of a step.
+Any thread may read. Threads other than the training thread wait for the end of a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
-# The due rows of larger tables that are compared are counted before they are gathered.
+# If a compared table is larger, `begin` waits for an exact count, because the upper bound would be all its rows.
 _MOST_COMPARED_BYTES = 64 << 20
 
 
@@ -54,16 +54,16 @@ class DeltaReader:
         """Read everything that a consumer has not acknowledged yet.
 
         Args:
-            cursor: the consumer's.
-            timeout_seconds: how long another thread than the training one waits for the end of a step.
-            values: whether to return values beside ids.
-            k: read only the rows that have changed most: this number of them, or below 1 this share; None for all.
-            per_table: count `k` in each table by itself.
+            cursor: the consumer's cursor.
+            timeout_seconds: how long a thread other than the training thread waits for the end of a step.
+            values: whether to return values in addition to ids.
+            k: only read the rows that have changed most: this number, or if below 1 this share; None = all rows.
+            per_table: apply `k` to each table instead of to all tables together.
 
         Raises:
             DeltasyncError: the step did not end in time.
         """
-        # Current values become the first values when they are acknowledged.
+        # Read values for first values too: the acknowledged values become the next first values.
         mode = cursor.mode if values or cursor.first_values else TrackingMode.ID_ONLY
         rows = dict[str, DeltaRows]()
         with ExitStack() as stack:
@@ -87,7 +87,7 @@ class DeltaReader:
         return delta if values else delta.without_values()
 
     def count_ahead(self, cursor: ConsumerCursor) -> None:
-        """Start to count the rows that are due, for the next `begin`. In the thread that trains."""
+        """Start to count the rows that are due, for the next `begin`. For the training thread."""
         with self._gate.reading(None), self._cost.timed_reading():
             counts = [(stamps > cursor.cursor).sum().view(1) for stamps in self._stamps.stamps]
             on_host = [to_host(count) for count in counts]
@@ -95,13 +95,13 @@ class DeltaReader:
         self._counts[cursor.name] = DueCount(cursor.cursor, on_host, self._stamps.written.tolist(), arrival)
 
     def begin(self, cursor: ConsumerCursor) -> Delta:
-        """Read without waiting for a GPU, if `count_ahead` was called a step before. In the thread that trains.
+        """Read without waiting for a GPU, if `count_ahead` was called a step before. For the training thread.
 
-        Otherwise this is `read`, and also for a consumer that has nothing, keeps first values or has carried rows
-        over, and where large tables are compared.
+        Otherwise this calls `read`. It also does so for a consumer without rows, with first values or with carried
+        rows, and if large tables are compared.
 
         Raises:
-            DeltasyncError: as `read`.
+            DeltasyncError: see `read`.
         """
         count = self._counts.pop(cursor.name, None)
         alone = cursor.first_values or cursor.carried
@@ -117,7 +117,7 @@ class DeltaReader:
                         gathered = [live.index_select(0, ids) for live in sources(table, cursor.mode)]
                         rows[table.name] = _delta_rows(table, cursor.mode, ids, gathered)
                 deletes, position = self._deletes(cursor), self._cursors.tick()
-            # A thread that writes to rows and marks them afterwards does not pass the gate first.
+            # Needed for code that writes to rows before it marks them, and so without passing the gate.
             self._gate.hold_changes()
             with self._gate.side_stream(wait=False):
                 rows = {fqn: rows_to_host(each) for fqn, each in rows.items()}
@@ -127,7 +127,7 @@ class DeltaReader:
         return self.hand_out(LaunchedDelta(rows, counts, token, deletes, arrival))
 
     def hand_out(self, delta: Delta) -> Delta:
-        """Count a delta that the caller gets, and acknowledge it if reading deletes."""
+        """Add a delta to the cost, and acknowledge it with `delete_on_read`. Returns the delta."""
         self._cost.add_reading(nbytes=delta.nbytes)
         if self._delete_on_read:
             self._cursors.acknowledge(delta.token)
@@ -135,11 +135,11 @@ class DeltaReader:
 
     @contextmanager
     def _settled(self, cursor: ConsumerCursor, timeout_seconds: float | None, stack: ExitStack) -> Iterator[None]:
-        """Within, no row changes and all changes are stamped. The cursor stays locked until `stack` is closed."""
+        """Within the block, no row changes and all changes are stamped. `stack` keeps the cursor locked."""
         with self._gate.reading(timeout_seconds):
-            # Not before: the thread that trains may need the cursor to end the step that this one waits for.
+            # Not earlier: the training thread may need the cursor to end the step that this thread waits for.
             stack.enter_context(cursor.lock)
-            self._marking.lookups.compact_here()  # Its cost is counted apart.
+            self._marking.lookups.compact_here()  # Before `timed_reading`, because its cost is counted separately.
             stack.enter_context(self._cost.timed_reading())
             self._marking.settle()
             yield
@@ -160,10 +160,10 @@ class DeltaReader:
 def _delta_rows(
     table: TrackedTable, mode: TrackingMode, ids: torch.Tensor, values: list[torch.Tensor]
 ) -> DeltaRows:
-    """Gathered rows (local ids), on the table's device, without first values."""
+    """Gathered rows (local ids) on the table's device, without first values."""
     shards = [tracked.shard for tracked in table.shards]
     digests = list[torch.Tensor]()
-    if table.device.type != "cpu" and has_rows(mode):  # Before the copy to the host, which they cover.
+    if table.device.type != "cpu" and has_rows(mode):  # Computed before the copy to the host, to protect it too.
         digests = [row_digests(each, shard) for shard, each in zip(shards, values, strict=True)]
     # Without an offset, the ids are not copied.
     global_ids = ids + table.row_offset if table.row_offset else ids
@@ -171,7 +171,7 @@ def _delta_rows(
 
 
 def _map_rows_in_use(table: TrackedTable) -> torch.Tensor:
-    """The rows of a map that a consumer without rows needs, as a bool mask: free rows are zero, its default."""
-    in_use = table.shards[0].weight.any(dim=1)  # Without a copy of the rows.
-    in_use[-1] = True  # A table without any row counts as unpublished.
+    """A bool mask of the rows of a map that a new consumer needs: not free rows, which are zero by default."""
+    in_use = table.shards[0].weight.any(dim=1)  # Does not copy the rows.
+    in_use[-1] = True  # A table without any rows would count as unpublished.
     return in_use

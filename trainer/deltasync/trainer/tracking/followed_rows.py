@@ -1,4 +1,4 @@
-"""Finds changed rows by comparing them with a copy, where no hook reports a change."""
+"""Finds changed rows by comparing them with a copy, for tables whose changes no hook reports."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from deltasync.core.digests import words_of
 from deltasync.kernels import tracking
 
-# Integers as wide as other numbers.
+# The integer type by width in bytes, to compare values by their bits.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -17,10 +17,10 @@ def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 class FollowedRows:
-    """A copy of rows [n, d], brought up to date whenever they are compared.
+    """A copy of rows [n, d], which each comparison updates.
 
     Attributes:
-        copy: the rows as they were.
+        copy: the rows at the last comparison.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class FollowedRows:
         return self.copy.nbytes
 
     def follow(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy the rows [n, d] as they are now; return the ids of those that differed, int64, ascending."""
+        """Copy the current rows [n, d]; return the ids of those that differed, int64, ascending."""
         if self._words is None:
             return _follow(rows, self.copy)
         if not len(self._words):
@@ -43,7 +43,7 @@ class FollowedRows:
         return torch.from_numpy(ids[: tracking.follow_rows(words, len(words) // len(ids), self._words, ids)])
 
     def follow_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `follow`, but return a mask, bool [n]: to list ids, the host would have to wait for a GPU."""
+        """Like `follow`, but return a bool mask [n], because the host would wait for a GPU to list ids."""
         changed = differing_rows(rows, self.copy)
         self.copy.copy_(rows)
         return changed
@@ -56,7 +56,7 @@ def _follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def follow_numbers(numbers: torch.Tensor, flip: int, none: int, copy: torch.Tensor) -> torch.Tensor:
-    """Copy `numbers` [n] to `copy` [n] with the bits of `flip` flipped, and 0 in the place of `none`. All int64.
+    """Copy `numbers` [n] to `copy` [n], each XORed with `flip`, and `none` replaced by 0. All are int64.
 
     Returns:
         Ids of the numbers that differed: int64, ascending.

@@ -1,6 +1,6 @@
-"""Tables on a GPU: the order of streams, launched reads, and digests made on the device.
+"""Tables on a GPU: the order of streams, asynchronous reads, and digests on the device.
 
-Tests run all of it but `Streams` on a CPU too, where nothing is ever waited for.
+Everything except `Streams` also works on a CPU, for tests; nothing waits there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Streams:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Launch reads within on the side stream, after all changes."""
+        """Launch the reads of the block on the side stream, after all changes."""
         for event in self._changed.values():
             self._side.wait_event(event)
         with torch.cuda.stream(self._side):
@@ -50,23 +50,23 @@ class Streams:
 
     @contextmanager
     def copying(self, *, wait: bool) -> Iterator[None]:
-        """Launch copies to the host within on the side stream; `wait` for them at the end."""
+        """Launch the block's copies to the host on the side stream; with `wait`, wait for them at the end."""
         with torch.cuda.stream(self._side):
             yield
         if wait:
             self._side.synchronize()
 
     def arrival(self) -> torch.cuda.Event:
-        """An event after everything that was launched on the side stream so far."""
+        """Record an event after all work on the side stream so far."""
         arrival: torch.cuda.Event = self._side.record_event()
         return arrival
 
 
 class LaunchedDelta(Delta):
-    """A delta whose rows are on their way to host memory, together with rows that are not due.
+    """A delta whose rows are still being copied to host memory.
 
-    Before a read is launched, only an upper bound of the number of due rows is known; their exact count arrives
-    with them.
+    When a read is launched, only an upper bound of the number of due rows is known. The copy therefore ends with
+    rows that are not due, and the exact count arrives with it.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class LaunchedDelta(Delta):
         deletes: Mapping[str, DeletedRows],
         arrival: torch.cuda.Event | None,
     ) -> None:
-        """Wait for nothing.
+        """Take over copies in progress.
 
         Args:
-            rows: by FQN, rows that are being copied to host memory.
-            counts: by FQN, how many of the first rows are due: int64 [1], which is being copied too.
-            token: the delta's.
-            deletes: the delta's.
-            arrival: when all copies are complete; None if they are.
+            rows: by FQN, rows that are being copied to host memory, the due rows first.
+            counts: by FQN, number of due rows: int64 [1], also being copied.
+            token: the delta's token.
+            deletes: the delta's deletes.
+            arrival: event at the end of all copies; None if they are complete.
         """
         super().__init__(rows, token, deletes)
         self._counts, self._arrival = counts, arrival
@@ -96,7 +96,7 @@ class LaunchedDelta(Delta):
 
     @property
     def result(self) -> Delta:
-        """This delta; waits until its rows are in host memory."""
+        """This delta, after waiting until its rows are in host memory."""
         if self._arrival:
             self._arrival.synchronize()
             self._arrival = None
@@ -107,7 +107,7 @@ class LaunchedDelta(Delta):
 
 
 def trimmed(rows: DeltaRows, count: int) -> DeltaRows:
-    """The first `count` of some rows.
+    """Keep the first `count` rows.
 
     Raises:
         RuntimeError: there are fewer.
@@ -119,7 +119,7 @@ def trimmed(rows: DeltaRows, count: int) -> DeltaRows:
 
 
 def rows_to_host(rows: DeltaRows) -> DeltaRows:
-    """Rows in host memory, once the current stream is done; the same object if they are there already."""
+    """Copy rows to host memory on the current stream; returns the same object if they are already there."""
     if not rows.ids.is_cuda:
         return rows
     values, digests = ([to_host(each) for each in both] for both in (rows.shard_values, rows.shard_digests))
@@ -127,7 +127,7 @@ def rows_to_host(rows: DeltaRows) -> DeltaRows:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in host memory, once the current stream is done; itself if it is there already."""
+    """Copy a tensor to host memory on the current stream; returns the same tensor if it is already there."""
     if not tensor.is_cuda:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -139,10 +139,10 @@ class DueCount:
     """The number of rows due to a consumer, which the GPU counts ahead of a read.
 
     Attributes:
-        cursor: rows stamped after it are counted.
-        counts: by table, int64 [1] in host memory, once they have arrived.
+        cursor: the count is of rows stamped later than this.
+        counts: by table, int64 [1] in host memory, valid after `arrival`.
         written: `RowStamps.written` when the count was launched.
-        arrival: when the counts have arrived; None if they have.
+        arrival: event when the counts have arrived; None if they have.
     """
 
     cursor: int
@@ -151,13 +151,13 @@ class DueCount:
     arrival: torch.cuda.Event | None
 
     def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Upper bounds of the rows stamped after the cursor now, by table.
+        """Upper bounds of the number of rows now stamped after the cursor, by table.
 
-        Waits for what the GPU was given before the count, not for what it was given since.
+        Waits for GPU work launched before the count, but not for later work.
 
         Args:
-            rows: by table, how many it has.
-            written: `RowStamps.written` now.
+            rows: by table, number of rows.
+            written: the current `RowStamps.written`.
         """
         if self.arrival:
             self.arrival.synchronize()
@@ -171,10 +171,11 @@ def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor
     Args:
         stamps: int32 [rows].
         cursor: rows with later stamps are due.
-        bound: at most this number of rows are due.
+        bound: upper bound of the number of due rows.
 
     Returns:
-        Local ids of the due rows, ascending, then zeros: int64 [bound]. And how many are due: int64 [1].
+        Local ids of the due rows, ascending, padded with zeros: int64 [bound]; and the number of due rows:
+        int64 [1].
     """
     due = stamps > cursor
     return torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1), due.sum().view(1)
@@ -183,9 +184,9 @@ def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor
 def ids_by_table(
     features: KeyedJaggedTensor, tables: NDArray[np.int64], only: int | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The ids of a lookup by the table's number. `tables` and `only` are those of `stamps.LookupPlaces`."""
+    """Yield the ids of a lookup by table number. `tables` and `only` are those of `stamps.LookupPlaces`."""
     ids = features.values()
-    if only is not None:  # Where keys end, a GPU would have to be asked for.
+    if only is not None:  # Do not ask for the ends of keys, which would wait for a GPU.
         yield only, ids
         return
     ends = features.offset_per_key()
@@ -193,13 +194,13 @@ def ids_by_table(
         yield number, ids[ends[first] : ends[end]]
 
 
-# Words are widened to 64 bits in blocks of this size.
+# Widen words to 64 bits in blocks of this size, to save memory.
 _BLOCK_WORDS = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def row_digests(rows: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The digests of rows [n, cols] of a shard, on their device: int64 [n], the bits of unsigned numbers."""
+    """The digests of rows [n, cols] of a shard, on their device: int64 [n] with the bits of uint64."""
     words = rows.contiguous().view(_WORDS[rows.element_size()])
     factors = _weights(first_word(shard.col_offset, shard.table.dtype), words.shape[1], rows.device)
     mask = (1 << 8 * words.element_size()) - 1

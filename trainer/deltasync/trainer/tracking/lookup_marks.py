@@ -1,4 +1,4 @@
-"""Marks rows that are looked up: the backward of a lookup changes them."""
+"""Marks rows that are looked up, because the backward of a lookup changes them."""
 
 import threading
 import time
@@ -22,11 +22,11 @@ _MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 class LookupMarks:
     """Stamps the rows of lookups that have a backward.
 
-    The ids of a lookup wait, without a copy, until there is time to stamp their rows: at the end of the step, or
-    with `overlaps` during the output dists of the next one.
+    It keeps the ids of a lookup, without a copy, until the end of the step, and only then stamps their rows. With
+    `overlaps` it stamps them during the output dists of the next step.
 
     Attributes:
-        nbytes: bytes of the ids that wait.
+        nbytes: bytes of the ids whose rows are not stamped yet.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LookupMarks:
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
         """Mark the rows of a lookup when its backward runs. TorchRec calls this after each lookup.
 
-        In the thread that trains.
+        For the training thread.
         """
-        # Some pipelines run backward a step later than the lookup: marking now, or in
+        # Some pipelines run backward a step later than the lookup. Marking now, or in
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has no
-        # backward, and marks nothing.
+        # backward and therefore marks nothing.
         if output.requires_grad and kernel in self._places:
             paused = self._paused.depth > 0
             if not paused:
@@ -66,10 +66,10 @@ class LookupMarks:
             output.register_hook(partial(self._mark, features, kernel, paused))  # type: ignore[no-untyped-call]
 
     def _mark(self, features: KeyedJaggedTensor, kernel: nn.Module, paused: bool, _gradient: torch.Tensor) -> None:
-        """Add the ids of a lookup. In its backward, before the rows change, in a thread of autograd."""
+        """Add the ids of a lookup. Runs in its backward, before the rows change, in a thread of autograd."""
         with self._gate:
             self._gate.begin_updates()
-            if paused:  # Other threads must not read rows half changed even so.
+            if paused:  # Still after `begin_updates`: other threads must not read half-changed rows.
                 if self._verification:
                     self._verification.excuse(self._places[kernel].tables[:, 0].tolist())
                 return
@@ -79,7 +79,7 @@ class LookupMarks:
             self.nbytes += nbytes
             self._cost.marking_bytes += nbytes
             self._cost.marking_seconds += time.perf_counter() - started
-            # The trainer may overwrite a lone kernel's ids. Without steps and reads, ids would pile up.
+            # The trainer may overwrite ids of an unshared kernel. Without steps and reads, ids would pile up.
             if kernel in self._alone or self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:
                 self.compact_here()
 
@@ -89,7 +89,7 @@ class LookupMarks:
             self.compact_here()
 
     def compact_here(self) -> None:
-        """As `compact`, within the gate."""
+        """Like `compact`, for callers within the gate."""
         self._steps_waited = 0
         if not self._waiting:
             return
@@ -100,19 +100,19 @@ class LookupMarks:
         self._cost.compaction_seconds += time.perf_counter() - started
 
     def end_step(self) -> None:
-        """Note that a step is complete. If output dists overlap with stamping, ids wait for one step at most."""
+        """Record that a step is complete. With `overlaps`, ids wait for at most one more step."""
         if not self._overlaps or self._steps_waited:
             self.compact()
         self._steps_waited += 1
 
     def clear(self) -> None:
-        """Drop the ids that wait."""
+        """Drop the ids whose rows are not stamped yet."""
         self._waiting.clear()
         self.nbytes = 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Mark nothing that this thread looks up within."""
+        """Do not mark the lookups of this thread within the block."""
         self._paused.depth += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Parameters and buffers that no sharded module holds: tables of unsharded embedding modules, and all else."""
+"""Parameters and buffers outside sharded modules: unsharded embedding tables, and everything else."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
@@ -29,22 +29,22 @@ _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.uint8: np.dtype("u1"),
     torch.bool: np.dtype("?"),
 }
-# Their parameters are views of what FBGEMM trains.
+# Their parameters are views of the weights that FBGEMM trains.
 _FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleTensor:
-    """A parameter or a buffer, by its place: the tensor there may be replaced by another of its shape and type.
+    """A parameter or buffer of a module, whose tensor may be replaced by another of the same shape and type.
 
     Attributes:
-        name: its FQN, which is its key in the model's `state_dict`; of an embedding table, without `.weight`.
+        name: its FQN, which is its key in the model's `state_dict`; for an embedding table, without `.weight`.
         owner: its module.
         attribute: its name in the module.
         kind: embedding table, parameter or buffer.
-        shape: as it was when the place was found.
-        dtype: its type then.
-        aliases: other places of the same tensor, by FQN.
+        shape: its shape at first.
+        dtype: its type at first.
+        aliases: other modules and attributes with the same tensor, by FQN.
         states: the states of the fused optimizer, as in `TrackedShard`.
     """
 
@@ -79,18 +79,17 @@ class ModuleTensor:
         )
 
     def matrix(self) -> torch.Tensor:
-        """The tensor as it is now: a view, [rows, dim] of its table.
+        """The current tensor, as a view [rows, dim].
 
         Raises:
-            InvalidInput: it has another shape or type than at first, does not lie in memory row by row, or is no
-                longer the tensor that other places have, too.
+            InvalidInput: its shape or type has changed, it is not contiguous, or an alias now has another tensor.
         """
         now = _tensor_at(self.owner, self.attribute)
         if now is None or (now.shape, now.dtype) != (self.shape, self.dtype):
             state = "is gone" if now is None else f"is {list(now.shape)} of {now.dtype} now"
             raise InvalidInput(
                 f"{self.kind.value} {self.name!r} {state}, and was {list(self.shape)} of {self.dtype} when it was "
-                "first seen: restart publishing with the model as it is"
+                "first read: restart publishing with the changed model"
             )
         if now.layout is not torch.strided or not now.is_contiguous():
             raise InvalidInput(
@@ -105,17 +104,17 @@ class ModuleTensor:
 def module_tensors(
     model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()
 ) -> list[ModuleTensor]:
-    """Every parameter and buffer outside of sharded modules that `state_dict` has, each once.
+    """All parameters and buffers outside sharded modules that `state_dict` has, each once.
 
-    Those without elements are left out.
+    Leaves out tensors without elements.
 
     Args:
         model: the model.
-        dense: also return tensors that are no embedding tables.
-        fqns_to_skip: tables that are not read; their newest rows may lie in a cache.
+        dense: also return tensors that are not embedding tables.
+        fqns_to_skip: tables that are not read, so their newest rows may be in a cache.
 
     Raises:
-        InvalidInput: one has no shape yet, or the newest rows of a table lie in a cache.
+        InvalidInput: a tensor has no shape yet, or the newest rows of a table are in a cache.
     """
     embeddings = {id(module): weight for _, module, weight in _embedding_modules(model)}
     tables = {id(weight) for weight in embeddings.values() if _is_table(weight)}
@@ -149,12 +148,12 @@ def module_tensors(
 
 
 def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()) -> list[str]:
-    """A sentence for each embedding module outside of sharded ones whose rows no policy can rank or quantise.
+    """A warning for each unsharded embedding module whose rows no policy can rank or quantise.
 
     Args:
         model: the model.
         dense: whether parameters are published.
-        fqns_to_skip: tables that are left out.
+        fqns_to_skip: tables that are not published.
     """
     sentences, instead = [], "which no policy ranks or quantises" if dense else "which dense=False leaves out"
     for name, _, weight in _embedding_modules(model):
@@ -173,8 +172,9 @@ def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: C
 
 
 def fused_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The unsharded collections of TorchRec whose rows change in backward, without a gradient of a parameter, and
-    their FQNs.
+    """FQN and module of each unsharded collection of TorchRec with a fused optimizer.
+
+    Its rows change in backward, although no parameter gets a gradient.
     """
     for name, module in modules_outside_of_tables(model):
         if isinstance(module, _FUSED):
@@ -208,7 +208,7 @@ def _check_cache(name: str, collection: Any, fqns_to_skip: Collection[str]) -> N
 
 
 def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """The modules outside of sharded ones whose `weight` is an embedding table, with FQN and weight."""
+    """FQN, module and `weight` of each unsharded module whose `weight` is an embedding table."""
     of_fused = {id(table) for _, collection in fused_collections(model) for _, table in _tables(collection)}
     for name, module in names_outside_of_tables(model):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module) in of_fused:
@@ -218,7 +218,7 @@ def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch
 
 
 def _tables(collection: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tables of a fused collection, modules with a `weight`, by their names in it."""
+    """Name and module of each table of a fused collection; the module has the table as `weight`."""
     kind = "embedding_bags" if isinstance(collection, FusedEmbeddingBagCollection) else "embeddings"
     yield from ((f"{kind}.{name}", table) for name, table in getattr(collection, kind).items())
 
@@ -228,11 +228,12 @@ def _is_table(weight: torch.Tensor) -> bool:
 
 
 def _of_all_places(places: Sequence[ModuleTensor], embeddings: AbstractSet[int]) -> ModuleTensor:
-    """A tensor under the first of its names in the alphabet: their order in the model may change between runs.
-    Names of embedding modules come before others.
+    """Join all names of a tensor: the alphabetically first becomes its name, the others its aliases.
+
+    The order of names in the model may change between runs. Names of embedding modules come before others.
 
     Args:
-        places: where the tensor is.
+        places: the tensor under each of its names.
         embeddings: the `id` of each embedding module.
     """
     first = min(places, key=lambda each: (id(each.owner) not in embeddings, each.name))
@@ -241,22 +242,23 @@ def _of_all_places(places: Sequence[ModuleTensor], embeddings: AbstractSet[int])
 
 
 def buffer_digests(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> dict[str, int]:
-    """A signed 64-bit digest of each buffer that is not left out, by FQN: for comparisons between ranks."""
+    """A signed 64-bit digest of each published buffer by FQN, to compare buffers between ranks."""
     digests = {}
     for tensor in module_tensors(model, fqns_to_skip=fqns_to_skip):
         buffer = _tensor_at(tensor.owner, tensor.attribute)
         left_out = tensor.kind is not TableKind.BUFFER or is_skipped(tensor.name, fqns_to_skip)
         if buffer is not None and not left_out:
-            content = buffer.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
+            # Accept any type here; a read refuses unsupported types.
+            content = buffer.detach().cpu().reshape(-1).view(torch.uint8)
             digest = hashlib.blake2b(content.numpy().tobytes(), digest_size=8).digest()
             digests[tensor.name] = int.from_bytes(digest, signed=True)
     return digests
 
 
 def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
-    """The modules outside of embedding tables that have buffers which `state_dict` has.
+    """The modules outside embedding tables that have persistent buffers.
 
-    Those of a scripted module, which nothing can listen to, count as of the module around it.
+    In place of a scripted module, which supports no hooks, this returns the module around it.
     """
     modules = dict(modules_outside_of_tables(model))
     having = [
@@ -267,7 +269,7 @@ def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
 
 
 def _unscripted(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """The module of that name, or the innermost around it that is not scripted; None where all are."""
+    """The module of that name, or the innermost module around it that is not scripted; None if all are."""
     while isinstance(modules[name], torch.jit.ScriptModule):
         if not name:
             return None
@@ -285,22 +287,22 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
 
 
 def _tensor_at(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    places = (module._parameters, module._buffers)  # Of a scripted module, they are no dictionaries.
+    places = (module._parameters, module._buffers)  # These are not dictionaries in a scripted module.
     return next((place[attribute] for place in places if attribute in place), None)
 
 
-_ADVICE = "or publish without what is outside of embedding tables (dense=False)"
+_ADVICE = "or publish embedding tables only (dense=False)"
 
 
 class UnpublishedState:
-    """Detects changes outside of embedding tables that cannot be published.
+    """Detects changes outside embedding tables that cannot be published.
 
-    These are new parameters and buffers, and buffers that are not in the `state_dict`. In the thread that reads,
-    within the gate.
+    These are new parameters and buffers, and changes of buffers that are not in the `state_dict`. For the reading
+    thread, within the gate.
     """
 
     def __init__(self, model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
-        """Copy the state as it is now, except in skipped modules."""
+        """Copy the current state, except in skipped modules."""
         modules = modules_outside_of_tables(model)
         self._modules = [(name, module) for name, module in modules if not is_skipped(name, fqns_to_skip)]
         self._names = [_names(module) for _, module in self._modules]
@@ -320,34 +322,34 @@ class UnpublishedState:
         """Check that nothing has changed.
 
         Raises:
-            InvalidInput: a buffer that is not persistent has changed, or modules have more parameters or buffers.
+            InvalidInput: a buffer that is not persistent has changed, or a module has new parameters or buffers.
         """
         for (name, module), names in zip(self._modules, self._names, strict=True):
             if more := _names(module) - names:
                 new = ", ".join(map(repr, sorted(more)))
                 raise InvalidInput(
-                    f"module {name!r} has got {new}, which is not published: restart publishing with the model "
-                    "as it is"
+                    f"module {name!r} now has {new}, which is not published: restart publishing with the changed "
+                    "model"
                 )
         for (name, attribute), (module, before) in self._copies.items():
             if not before.equals(module._buffers.get(attribute)):
                 raise InvalidInput(
-                    f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed and is not in the state_dict "
-                    f"(persistent=False), so that no predictor would learn of it: make it persistent, {_ADVICE}"
+                    f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed but is not in the state_dict "
+                    f"(persistent=False), so predictors would not get it: make it persistent, {_ADVICE}"
                 )
 
 
 def check_extra_state(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
-    """Check that no module outside of embedding tables has extra state, except skipped modules.
+    """Check that no module outside embedding tables has extra state, except skipped modules.
 
     Raises:
-        InvalidInput: a module has some.
+        InvalidInput: a module has extra state.
     """
     for name, module in modules_outside_of_tables(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state and not is_skipped(name, fqns_to_skip):
             raise InvalidInput(
-                f"module {name!r}, a {type(module).__name__}, has state of its own (get_extra_state), which "
-                f"cannot be published: keep it in buffers, {_ADVICE}"
+                f"module {name!r}, a {type(module).__name__}, has extra state (get_extra_state), which cannot be "
+                f"published: keep it in buffers, {_ADVICE}"
             )
 
 
@@ -358,12 +360,12 @@ def _names(module: nn.Module) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Buffer:
-    """A buffer as it was.
+    """A buffer with a copy of its content.
 
     Attributes:
         tensor: the buffer itself.
         version: PyTorch's count of its changes.
-        bits: a copy of its bytes; None if it is not an array, but sparse, say.
+        bits: a copy of its bytes; None if it is not strided, for example sparse.
     """
 
     tensor: torch.Tensor

@@ -1,4 +1,4 @@
-"""The sharded embedding modules of a model, and names for their tables."""
+"""Finds the sharded embedding modules of a model, the modules outside them, and their FQNs."""
 
 from collections.abc import Collection, Iterator
 
@@ -13,19 +13,19 @@ from torchrec.modules.mc_modules import ManagedCollisionModule
 from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.torch_tensors import unwrapped
 
-# Feature-processed and managed-collision modules hold one of these, which does their lookups.
+# Feature-processed and managed-collision modules contain one of these for their lookups.
 _TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-# It maps ids to rows, and has no rows of its own.
+# A sharded module that maps ids to rows, but has no rows itself.
 _WITHOUT_TABLES = (ShardedManagedCollisionCollection,)
-# Their buffers are published as maps, or are read in eviction only.
+# The buffers of these are published as maps, or only matter for evictions.
 _COLLISIONS = (ShardedManagedCollisionCollection, ManagedCollisionModule)
 
 
 def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a model and its FQN, as in its `state_dict`, without the part that torch.compile adds.
+    """FQN and module of every module of a model, named as in its `state_dict`.
 
-    The wrappers of DMP, DDP, FSDP and activation checkpointing have no names. A module in several places has
-    several names.
+    Names do not include the wrappers of DMP, DDP, FSDP, activation checkpointing and torch.compile. A module in
+    several places appears under several names.
     """
     model = unwrapped(model)
     yield prefix, model
@@ -35,10 +35,10 @@ def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingModule]]:
-    """Every sharded embedding module of a model and its FQN, each once.
+    """FQN and module of every sharded embedding module of a model, each once.
 
     Raises:
-        InvalidInput: the model has tables in a sharded module of a kind whose rows cannot be tracked.
+        InvalidInput: the model has a sharded module of a type whose rows cannot be tracked.
     """
     seen = set[int]()
     for name, module in named_modules(model):
@@ -50,7 +50,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingMod
 
 
 def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter outside of embedding tables and its FQN, each once."""
+    """FQN and tensor of every parameter outside embedding tables, each once."""
     seen = set[int]()
     for name, module in modules_outside_of_tables(model):
         for own, parameter in module.named_parameters(recurse=False):
@@ -60,7 +60,7 @@ def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def modules_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module outside of sharded embedding modules and of managed collision, and its FQN, each once."""
+    """FQN and module of every module outside sharded embedding modules and managed collision, each once."""
     seen = set[int]()
     for name, module in names_outside_of_tables(model):
         if id(module) not in seen:
@@ -69,7 +69,7 @@ def modules_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module
 
 
 def names_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The same modules under each of their names."""
+    """Like `modules_outside_of_tables`, but with each module under all of its names."""
     inside = [name for name, module in named_modules(model) if isinstance(module, (*_TRACKED, *_COLLISIONS))]
     prefixes = tuple(f"{name}." if name else "" for name in inside)
     for name, module in named_modules(model):
@@ -84,7 +84,7 @@ def table_fqn(name: str, module: ShardedEmbeddingModule, table: str) -> str:
 
 
 def is_skipped(fqn: str, fqns_to_skip: Collection[str]) -> bool:
-    """Whether one of `fqns_to_skip` is a table's FQN, its last part, one of its parents or any run of parts."""
+    """Whether one of `fqns_to_skip` is the FQN, its last part, one of its parents or any consecutive parts."""
     return any(f".{skip}." in f".{fqn}." for skip in fqns_to_skip)
 
 
@@ -95,7 +95,7 @@ def _has_unknown_tables(module: nn.Module) -> bool:
 
 
 def wrongly_divided(model: nn.Module) -> Iterator[str]:
-    """A sentence for each collection whose features TorchRec divides by their lengths once too often."""
+    """A warning for each collection whose features TorchRec divides by their lengths once too often."""
     for name, module in sharded_modules(model):
         if isinstance(module, ShardedEmbeddingBagCollection) and module._has_mean_pooling_callback:
             by_row = {feature for each in module._pooling_type_to_rs_features.values() for feature in each}
@@ -104,7 +104,7 @@ def wrongly_divided(model: nn.Module) -> Iterator[str]:
             if others:
                 yield (
                     f"module {name!r}: TorchRec divides features {', '.join(others)} by their lengths once too "
-                    "often, since other tables of the collection are sharded by rows and take means: unless these "
-                    "features have one id each, predictors compute other outputs from the same rows. Give the "
-                    "tables that are sharded by rows a collection of their own"
+                    "often, because other tables of the collection are sharded by rows and use mean pooling. "
+                    "Unless these features have one id each, predictors compute other outputs from the same rows: "
+                    "put the tables that are sharded by rows into a separate collection"
                 )

@@ -15,9 +15,9 @@ DEFAULT_CONSUMER = "default"
 
 
 class TrackingMode(Enum):
-    """The values that reads return beside ids, named as in TorchRec's tracker. Current values are of this step.
+    """The values that reads return in addition to ids, named as in TorchRec's tracker.
 
-    Modes with first values cost a copy of the values in host memory for each consumer.
+    Modes with first values (the values at the consumer's cursor) cost a copy in host memory for each consumer.
     """
 
     ID_ONLY = "id_only"
@@ -25,13 +25,13 @@ class TrackingMode(Enum):
     EMBEDDING_LAST = "embedding_last"
     """Current rows."""
     EMBEDDING = "embedding"
-    """Current rows, and the first since the consumer's cursor."""
+    """Current rows and first rows."""
     MOMENTUM_LAST = "momentum_last"
     """The fused optimizer's current momentum."""
     MOMENTUM_DIFF = "momentum_diff"
-    """The fused optimizer's current momentum, and the first since the consumer's cursor."""
+    """The fused optimizer's current momentum and first momentum."""
     ROWWISE_ADAGRAD = "rowwise_adagrad"
-    """As MOMENTUM_DIFF, for row-wise Adagrad alone: its sum of squared gradients."""
+    """Like MOMENTUM_DIFF, only for row-wise Adagrad: its sum of squared gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +40,20 @@ class TrackerOptions:
 
     Attributes:
         consumers: names of the first consumers; `add_consumer` adds more.
-        mode: what their reads return beside ids.
+        mode: what their reads return in addition to ids.
         delete_on_read: acknowledge each read at once, as TorchRec's tracker does. If its rows get lost afterwards,
-            they are not offered again.
-        auto_compact: stamp the rows of a step while the next one's pooled rows are on their way to other ranks,
-            instead of at the step's end.
-        fqns_to_skip: tables not to track, each by its FQN, its name, one of its parents or any run of parts of its
-            FQN.
-        dense: track the parameters and buffers outside of embedding tables too, each as a small table.
-        id_maps: track the maps from raw ids to rows that managed collision keeps.
-        replicas: track tables and parameters that every rank has a copy of; one rank is enough to publish them.
-        verify: keep a copy of every row, and compare all rows at every read: rows that have changed unmarked raise
-            `Contradiction`, which names them. To find out whether the tracker sees all writes of a model. Costs
-            the memory of a second model, and the time to read both.
+            the tracker does not offer them again.
+        auto_compact: stamp the rows of a step during the next step, while pooled rows are sent to other ranks,
+            instead of at the end of the step.
+        fqns_to_skip: tables not to track, each by its FQN, its name, one of its parents or any consecutive parts
+            of its FQN.
+        dense: also track the parameters and buffers outside embedding tables, each as a small table.
+        id_maps: also track managed collision's maps from raw ids to rows.
+        replicas: also track tables and parameters of which every rank has a copy. Only one rank needs to publish
+            them.
+        verify: for debugging a model: keep a copy of every row, compare all rows at every read, and raise
+            `Contradiction` with the rows that have changed without a mark. Costs the memory of a second model, and
+            the time to read both.
     """
 
     consumers: Sequence[str] = (DEFAULT_CONSUMER,)
@@ -73,7 +74,7 @@ class TrackerOptions:
 
     @property
     def of_all_ranks(self) -> dict[str, Any]:
-        """The options that must be the same on all ranks; one rank may track what all have copies of."""
+        """The options that must be the same on all ranks."""
         return {name: value for name, value in vars(self).items() if name not in ("dense", "replicas")}
 
 
@@ -103,7 +104,7 @@ def has_rows(mode: TrackingMode) -> bool:
 
 
 def sources(table: TrackedTable, mode: TrackingMode) -> list[torch.Tensor]:
-    """The live tensors that a mode reads a table's rows from, by shard; none for ids only.
+    """The live tensors from which a mode reads a table's rows, by shard; empty for ids only.
 
     Raises:
         InvalidInput: the table has no such state.
@@ -123,7 +124,7 @@ def _momentum(table: TrackedTable, tracked: TrackedShard, mode: TrackingMode) ->
         )
     if mode is TrackingMode.ROWWISE_ADAGRAD and not tracked.rowwise_adagrad:
         raise InvalidInput(
-            f"mode {mode.value!r}: the fused optimizer of table {table.name!r} is another one; "
+            f"mode {mode.value!r}: the fused optimizer of table {table.name!r} is not row-wise Adagrad; "
             f"skip it (fqns_to_skip) or use {TrackingMode.MOMENTUM_DIFF.value!r}"
         )
     return tracked.momentum

@@ -1,6 +1,6 @@
-"""Hooks for changes of rows without a lookup: loads, first values, averages over replicas or over time.
+"""Hooks for changes of rows without a lookup: loads, initialisation, averages over replicas or over time.
 
-All of it runs in the thread that trains.
+For the training thread.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from deltasync.trainer.tracking.shards import lookups_of
 from deltasync.trainer.tracking.torchrec_hooks import Hooks
 from deltasync.trainer.tracking.update_rules import WholeTableUpdate, rule_of
 
-# Of FBGEMM's modules, TorchRec's kernels and sharded modules.
+# Methods that initialise rows, in FBGEMM's modules, TorchRec's kernels and sharded modules.
 _FIRST_VALUES = ("init_embedding_weights_uniform", "init_parameters", "reset_parameters")
 
 
@@ -67,7 +67,7 @@ def _listen_to_kernel(
 def _begin_if_due(
     update: WholeTableUpdate, emb_module: Any, begins: Callable[[list[str]], None], tables: list[str], *_: Any
 ) -> None:
-    # No end: the backward of the same step changes the rows further.
+    # There is no `ends`, because the backward of the same step changes the rows further.
     if update.is_due(getattr(emb_module, update.settings), int(emb_module.iter_cpu)):
         begins(tables)
 
@@ -102,7 +102,7 @@ def _listen_to_averages(hooks: Hooks, model: nn.Module, listener: RewriteListene
 
 
 def check_averages(model: nn.Module) -> None:
-    """Refuse a `DMPCollection` whose ranks have no whole rows between steps.
+    """Refuse a `DMPCollection` whose ranks have no complete rows between steps.
 
     Raises:
         InvalidInput: the model has one.
@@ -110,13 +110,13 @@ def check_averages(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DMPCollection) and any(map(_is_fully_sharded, module._ctxs)):
             raise InvalidInput(
-                "a DMPCollection of sharding_strategy FULLY_SHARDED has whole rows on no rank between steps to "
-                "track: use DEFAULT or PER_MODULE"
+                "a DMPCollection with sharding_strategy FULLY_SHARDED has no complete rows between steps, which "
+                "the tracker needs: use DEFAULT or PER_MODULE"
             )
 
 
 def is_replica(module: ShardedEmbeddingModule) -> bool:
-    """Whether this rank has a copy of shards that an earlier rank tracks, under a `DMPCollection`."""
+    """Whether this rank only has copies, in a `DMPCollection`, of shards that an earlier rank tracks."""
     environment = getattr(module, "_env", None)
     return isinstance(environment, ShardingEnv2D) and dist.get_rank(environment.replica_pg) > 0
 

@@ -1,7 +1,7 @@
 """Stamps the rows of a rank when they change.
 
-The thread that trains looks rows up and ends steps. Rows change in backward, whose hooks run in threads of
-autograd. Threads that read settle marks too, between steps. Marks and stamps are only touched within the gate.
+The training thread looks up rows and ends steps. Rows change in backward, whose hooks run in autograd's threads.
+Reading threads also settle marks, between steps. The gate protects marks and stamps.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,11 +36,11 @@ from deltasync.trainer.tracking.verification import Verification
 
 
 class RowMarking:
-    """Stamps rows of a model: after lookups, evictions, rewrites and dense updates, and by hand.
+    """Stamps rows of a model after lookups, evictions, rewrites, dense updates and explicit marks.
 
     Attributes:
         lookups: marks the rows of lookups.
-        changes: number of steps, of marks by hand, and of rewrites of whole tables.
+        changes: number of steps, explicit marks and rewrites of whole tables.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class RowMarking:
         cost: TrackerCost,
         options: TrackerOptions,
     ) -> None:
-        """Listen to nothing yet.
+        """Prepare marking; `listen` starts it.
 
         Args:
             tracked: the model.
             stamps: the stamps of its rows.
-            gate: keeps reads away while rows change.
-            cost: adds up the time of marking.
+            gate: prevents reads while rows change.
+            cost: where to add the time of marking.
             options: options of the tracker.
         """
         self._tables = tracked.tables
@@ -75,11 +75,11 @@ class RowMarking:
         self.lookups = LookupMarks(tracked, stamps, gate, cost, self._verification, overlaps=self._overlaps)
         self._dense_optimizers = DenseOptimizers()
         self._hooks = Hooks()
-        self._rewrites = list[bool]()  # Of those under way, whether rows were changing already.
+        self._rewrites = list[bool]()  # By rewrite in progress, whether rows were already changing before it.
         self.changes = 0
 
     def listen(self, model: nn.Module) -> None:
-        """Let TorchRec and PyTorch report what changes rows of the model."""
+        """Register hooks with TorchRec and PyTorch for all changes of rows."""
         hooks = self._hooks
         listen_to_lookups(hooks, model, self.lookups.record_lookup)
         listen_to_evictions(hooks, model, self._mark_evicted)
@@ -91,7 +91,7 @@ class RowMarking:
             listen_to_forwards(hooks, [each for _, each in fused_collections(model)], self._begin_updates)
         if self._options.dense:
             listen_to_forwards(hooks, modules_with_buffers(model), self._begin_updates)
-        # In every forward, rows move between a kernel and its cache: no flush may run beside one.
+        # Every forward moves rows between a kernel and its cache, so no flush may run at the same time.
         shards = [shard for table in self._tables for shard in table.shards]
         cached = {id(shard.cached_in): shard.cached_in for shard in shards if shard.cached_in}
         listen_to_forwards(hooks, cached.values(), self._begin_updates)
@@ -106,15 +106,15 @@ class RowMarking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids that wait to be stamped, and of the copies that rows are compared with."""
+        """Bytes of ids whose rows are not stamped yet, and of copies to compare rows with."""
         compared = [*self._id_maps, *(each for each in (self._verification, self._unpublished) if each)]
         return self.lookups.nbytes + sum(each.nbytes for each in compared)
 
     def end_step(self) -> None:
-        """Note that an optimizer step is complete. In the thread that trains.
+        """Record that an optimizer step is complete. For the training thread.
 
         Raises:
-            Contradiction: another function was put in the place of a hook.
+            Contradiction: other code has replaced a hook.
         """
         self._hooks.check()
         self._gate.training_here()
@@ -124,11 +124,11 @@ class RowMarking:
         self.changes += 1
 
     def settle(self) -> None:
-        """Stamp all rows that have changed so far, by a lookup or not. Within the gate's `reading`.
+        """Stamp all rows that have changed so far, with or without a lookup. Call within the gate's `reading`.
 
         Raises:
-            Contradiction: rows are verified, and some have changed unmarked.
-            InvalidInput: a tensor outside of tables was replaced by one that cannot be published, or a map of ids
+            Contradiction: with `verify`, rows have changed without a mark.
+            InvalidInput: a tensor outside tables was replaced by one that cannot be published, or a map of ids
                 contradicts itself.
         """
         self.lookups.compact_here()
@@ -142,7 +142,7 @@ class RowMarking:
             self._verification.check()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table that were changed from outside, by global ids.
+        """Stamp rows of a table, by global ids.
 
         Raises:
             NotFound: there is no such table.
@@ -183,7 +183,7 @@ class RowMarking:
         check_deletable(ours.table)
         local = ours.local_ids(ids)
         with self._gate:
-            self.lookups.compact_here()  # Lookups until now came before.
+            self.lookups.compact_here()  # Stamp earlier lookups before the delete.
             follow_replaced([ours])
             reset_rows(ours, local)
             if not ours.fused:
@@ -195,7 +195,7 @@ class RowMarking:
         return local
 
     def mark_all(self, table: str | None) -> None:
-        """Stamp every row of a table, or of all.
+        """Stamp every row of a table, or of all tables.
 
         Raises:
             NotFound: there is no such table.
@@ -215,10 +215,10 @@ class RowMarking:
             self.changes += 1
 
     def follow_maps(self) -> None:
-        """Read the maps again, and stamp the rows whose raw id has changed. Within the gate.
+        """Read the maps again, and stamp the rows whose raw id has changed. Call within the gate.
 
         Raises:
-            InvalidInput: one contradicts itself.
+            InvalidInput: a map contradicts itself.
         """
         for id_map in self._id_maps:
             changed = id_map.update()
@@ -227,7 +227,7 @@ class RowMarking:
                     self._stamps.stamp(number, changed.to(self._tables[number].device))
 
     def restore(self) -> None:
-        """Go on from stamps that were restored. Within the gate."""
+        """Continue after the stamps were restored. Call within the gate."""
         self.lookups.clear()
         if self._verification:
             self._verification.renew()
@@ -240,7 +240,7 @@ class RowMarking:
 
     def _end_rewrite(self, tables: Iterable[str]) -> None:
         self.mark_rewritten(self._fused.intersection(tables))
-        # After a rewrite that failed midway, readers wait for the end of the step.
+        # If a rewrite fails midway, readers wait for the end of the step.
         if self._rewrites and not self._rewrites.pop():
             self._gate.end_updates()
 
@@ -250,7 +250,7 @@ class RowMarking:
                 self._gate.begin_updates()
 
     def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
-        # TorchRec calls this at every lookup, in evaluation too. Mostly nothing is evicted, and no row changes.
+        # TorchRec calls this at every lookup, also in evaluation. Usually it evicts nothing and no row changes.
         by_fqn = {table_fqn(name, module, table): ids for table, ids in evicted.items() if ids is not None}
         with self._gate:
             for fqn in self._numbers.keys() & by_fqn.keys():

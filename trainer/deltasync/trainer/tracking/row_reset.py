@@ -1,7 +1,7 @@
-"""Resets rows and their optimizer states: for deletes, and for evictions of managed collision on a CPU.
+"""Resets rows and their optimizer states, for deletes and for evictions of managed collision on a CPU.
 
-On the thread that trains, between steps. Writes go through `Tensor.data`: a pipeline may have looked rows up
-already whose backward is still to come, and autograd refuses weights that it sees change in between.
+For the training thread, between steps. Writes go through `Tensor.data`: a pipeline may already have looked up rows
+for a later backward, and autograd would refuse weights that have changed since.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable, lookup
 
 
 def reset_rows(table: TrackedTable, ids: torch.Tensor) -> None:
-    """Set rows of this rank's share of a table to zero, and their fused optimizer states too, as of new rows.
+    """Set rows of this rank's share of a table and their fused optimizer states to zero.
 
     Args:
         table: the table.
@@ -36,39 +36,39 @@ def reset_rows(table: TrackedTable, ids: torch.Tensor) -> None:
 
 
 def _reset_cached(tracked: TrackedShard, ids: torch.Tensor) -> None:
-    """Reset rows in a kernel's cache too: then a flush writes zeros over zeros.
+    """Set rows to zero in a kernel's cache too, or a flush would write their old values back.
 
-    They keep their places in the cache: a prefetch may have noted these for the next step.
+    They keep their places in the cache, which a prefetch may already have recorded for the next step.
     """
     if ids.is_cuda:
-        torch.cuda.synchronize()  # Prefetches fill the cache from streams of their own.
+        torch.cuda.synchronize()  # Prefetches fill the cache on other streams.
     emb_module = tracked.cached_in.emb_module
     places = torch.isin(emb_module.lxu_cache_state.flatten(), ids + tracked.cache_offset)
     emb_module.lxu_cache_weights.data.index_fill_(0, torch.nonzero(places).squeeze(1), 0)
 
 
 class DenseOptimizers:
-    """Finds the optimizers of this process that have stepped since `listen`, to reset their states of rows."""
+    """Finds the optimizers of this process that have stepped since `listen`, to reset their states for rows."""
 
     def __init__(self) -> None:
         self._stepped: WeakSet[Optimizer] = WeakSet()
 
     def listen(self) -> Callable[[], None]:
-        """Note optimizers as they step. Return what ends it."""
+        """Start to record optimizers when they step. Returns a function that stops this."""
         return register_optimizer_step_post_hook(self._note).remove
 
     def reset(self, weight: torch.Tensor, ids: torch.Tensor) -> None:
-        """Give rows of a table the optimizer states of new rows.
+        """Reset the optimizer states of rows to their initial values.
 
         Args:
-            weight: [rows, dim], the table, in the memory of a parameter.
+            weight: the table [rows, dim], in the memory of a parameter.
             ids: the rows, int64 [n].
         """
         for optimizer in list(self._stepped):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     for key, state in _state_rows(weight, parameter, optimizer.state.get(parameter, {})):
-                        # Adagrad's sum is the only state that need not begin with zeros.
+                        # Adagrad's sum is the only state that may have an initial value other than zero.
                         first = group.get("initial_accumulator_value", 0) if key == "sum" else 0
                         state.data.index_fill_(0, ids, first)
 
@@ -79,7 +79,7 @@ class DenseOptimizers:
 def _state_rows(
     weight: torch.Tensor, parameter: torch.Tensor, states: dict[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
-    """A parameter's states by key, as rows of a table in its memory; none if the table is elsewhere."""
+    """The states of a parameter by key, as rows of a table in its memory; empty if the table is elsewhere."""
     start = weight.storage_offset() - parameter.storage_offset()
     same_memory = weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     if not same_memory or not 0 <= start <= parameter.numel() - weight.numel():
@@ -99,9 +99,9 @@ def _state_rows(
 def evict_on_cpu(model: nn.Module) -> None:
     """Let managed collision evict rows of fused tables on a CPU, as on a GPU.
 
-    TorchRec resets evicted rows by an operation of FBGEMM that does not exist for CPUs. Each fused kernel of the
-    model that is on a CPU gets one in its place that does the same; doing it again changes nothing. TorchRec gives
-    the rows new first values afterwards.
+    TorchRec resets evicted rows with an FBGEMM operation that does not exist for CPUs. This gives each fused
+    kernel on a CPU a replacement that does the same; a second call changes nothing. TorchRec initialises the rows
+    again afterwards.
 
     Args:
         model: a model under `DistributedModelParallel`.
@@ -121,7 +121,7 @@ def _reset_evicted(
     logical_table_ids: torch.Tensor,
     buffer_ids: torch.Tensor,
 ) -> None:
-    """Do as FBGEMM on a GPU: under row-wise Adagrad, set rows and momentum to zero; else do nothing."""
+    """Do what FBGEMM does on a GPU: with row-wise Adagrad, set rows and momentum to zero; otherwise nothing."""
     if emb_module.optimizer is EmbOptimType.NONE:
         raise InvalidInput("rows of a kernel without an optimizer cannot be evicted")
     if emb_module.optimizer is not EmbOptimType.EXACT_ROWWISE_ADAGRAD:

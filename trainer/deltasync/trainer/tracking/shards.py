@@ -1,4 +1,4 @@
-"""A rank's share of a model: its rows of each table, and the live tensors that they are read from."""
+"""A rank's share of a model: its rows of each table, and the live tensors to read them from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,17 +23,17 @@ _ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_
 
 @dataclass(frozen=True, eq=False)
 class TrackedShard:
-    """A shard, and the live tensors it is read from; they stay valid as training changes them.
+    """A shard and the live tensors to read it from, which training changes in place.
 
     Attributes:
         shard: its rows and columns.
-        weight: [rows, cols].
-        states: states of the fused optimizer, momentum first: each [rows, cols], or [rows, 1] for one value a row.
-            Empty without a fused optimizer, or where it has no states.
-        rowwise_adagrad: the momentum is that of row-wise Adagrad.
-        cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
+        weight: its values, [rows, cols].
+        states: states of the fused optimizer, momentum first: each [rows, cols], or [rows, 1] for one value per
+            row. Empty without a fused optimizer or if it has no states.
+        rowwise_adagrad: whether the momentum is that of row-wise Adagrad.
+        cached_in: the kernel whose cache has the newest rows, to flush before a read; None without a cache.
         cache_offset: the number of the shard's first row in the cache.
-        source: the place of a tensor outside of sharded modules, where the model may replace it.
+        source: for a tensor outside sharded modules, its module and attribute, because the model may replace it.
     """
 
     shard: Shard
@@ -46,21 +46,21 @@ class TrackedShard:
 
     @property
     def momentum(self) -> torch.Tensor | None:
-        """The first state of the fused optimizer; None where there is none."""
+        """The first state of the fused optimizer; None if there is none."""
         return self.states[0] if self.states else None
 
 
 @dataclass(frozen=True, eq=False)
 class TrackedTable:
-    """A rank's share of a table: one range of rows, in one shard or more of columns.
+    """A rank's share of a table: one range of rows, in one or more column shards.
 
     Attributes:
         table: the table, named as in the model's `state_dict`.
         shards: its shards on this rank, ordered by column.
-        features: the features that are looked up in it.
-        fused: only rows that were looked up change, in backward. Otherwise it is a map, or a dense optimizer may
-            change any row at every step, by momentum or weight decay.
-        replicated: every rank has a copy.
+        features: the features whose ids are looked up in it.
+        fused: whether only rows that were looked up change, in backward. Otherwise the table is a map, or a dense
+            optimizer may change any row at every step, for example by momentum or weight decay.
+        replicated: whether every rank has a copy.
     """
 
     table: TableSpec
@@ -91,7 +91,7 @@ class TrackedTable:
 
     @property
     def compared(self) -> bool:
-        """Whether no hook reports which rows change: each read compares all of them with copies."""
+        """Whether reads find changed rows by comparing all rows with copies, because no hook reports them."""
         return not self.fused and not self.table.of
 
     @property
@@ -105,13 +105,13 @@ class TrackedTable:
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert global ids to local ones, without rows of other ranks: int64 [m].
+        """Convert global ids to local ids, leaving out rows of other ranks: int64 [m].
 
         Args:
             ids: global row ids, [n] of any integer type.
 
         Raises:
-            InvalidInput: `ids` is no list of ids, or the table has no row of one of them.
+            InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
         """
         check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
@@ -119,11 +119,11 @@ class TrackedTable:
 
 
 def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
-    """Check that these are global ids of rows of a table.
+    """Check that `ids` are global row ids of a table.
 
     Raises:
-        TypeError: they are no tensor.
-        InvalidInput: `ids` is no list of ids, or the table has no row of one of them.
+        TypeError: `ids` is not a tensor.
+        InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
     """
     check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
@@ -133,7 +133,7 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table.rows:
         raise InvalidInput(
             f"table {table.name!r}: ids from {int(ids.min())} to {int(ids.max())}, "
-            f"it has rows 0 to {table.rows - 1}"
+            f"but it has rows 0 to {table.rows - 1}"
         )
 
 
@@ -161,7 +161,7 @@ def dense_table(tensor: ModuleTensor) -> TrackedTable:
 
 
 def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
-    """The lookups of a sharded module, one for each of its sharding types."""
+    """The lookups of a sharded module, one for each sharding type."""
     for wrapped in module._lookups:
         lookup = wrapped
         while isinstance(lookup, DistributedDataParallel):
@@ -170,7 +170,7 @@ def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
 
 
 def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
-    """The tables of one kernel of a lookup, in the order in which it looks them up.
+    """The tables of one kernel of a lookup, in the order of the lookup.
 
     Raises:
         InvalidInput: its rows cannot be read.
@@ -194,9 +194,9 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
 def _cache(kernel: Any, table: int) -> tuple[Any, int]:
     """The kernel, and the number of a table's first row in its cache; None and 0 if the table has no cache."""
     config, emb_module = kernel._config.embedding_tables[table], kernel.emb_module
-    # The kernel's own config says FUSED: TorchRec has one kernel for tables with a cache and tables without.
+    # The kernel's own config says FUSED, because TorchRec joins tables with and without a cache in one kernel.
     cached = config.compute_kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING
-    if not cached or not emb_module.lxu_cache_weights.numel():  # There is none on a CPU.
+    if not cached or not emb_module.lxu_cache_weights.numel():  # On a CPU there is no cache.
         return None, 0
     feature = emb_module.feature_table_map.index(table)
     return kernel, int(emb_module.cache_hash_size_cumsum[feature])
@@ -219,7 +219,7 @@ def _matrix(state: torch.Tensor) -> torch.Tensor:
 
 
 def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
-    """Join column shards of one table, each in a `TrackedTable` of its own.
+    """Join the column shards of each table, given as one `TrackedTable` per shard.
 
     Raises:
         InvalidInput: the shards have different rows.
@@ -237,8 +237,9 @@ def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
 
 
 def flush_caches(tables: Sequence[TrackedTable]) -> None:
-    """Write the newest rows back from the caches of kernels that have one. Waits for the GPU, before and after:
-    lookups and prefetches fill caches on streams of their own.
+    """Write the newest rows back from the caches of all kernels.
+
+    Waits for the GPU before and after, because lookups and prefetches fill caches on other streams.
     """
     kernels = {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
     if not kernels:
@@ -250,7 +251,7 @@ def flush_caches(tables: Sequence[TrackedTable]) -> None:
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:
-    """Read tensors that the model has replaced at their new places.
+    """Switch to the new tensors where the model has replaced a tensor.
 
     Raises:
         InvalidInput: a tensor can no longer be read.

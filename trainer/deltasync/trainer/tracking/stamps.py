@@ -1,7 +1,7 @@
-"""A stamp per row: when it last changed, by a clock that ticks at every read.
+"""A stamp for each row: the time of its last change, by a clock that ticks at every read.
 
-A row that is marked after a read, by a step or from outside, has a later stamp than the read's cursor. Stamps have
-32 bits, to halve the memory of 64; when the clock reaches their end it starts over (`restart_clock`).
+A row that changes after a read has a later stamp than the cursor of the read. Stamps have 32 bits to save memory.
+When the clock reaches their end, it restarts (`restart_clock`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from deltasync.trainer.tracking.gpu import ids_by_table
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.tracked_model import Lookup
 
-# The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
+# The cursor of a consumer without rows: every stamp is later, even that of a row that was never marked.
 NOTHING = -1
 STAMP_BYTES = 4
 CLOCK_END = torch.iinfo(torch.int32).max
@@ -33,7 +33,8 @@ class RowStamps:
     """The stamps of the tables of a rank.
 
     Attributes:
-        written: by table, how many stamps were written so far; an upper bound of the rows stamped since.
+        written: by table, the number of stamps written so far. Its growth is an upper bound of the rows stamped
+            in the meantime.
     """
 
     def __init__(self, tables: Sequence[TrackedTable]) -> None:
@@ -41,9 +42,9 @@ class RowStamps:
         self._marks = HostMarks([table.rows * (table.device.type == "cpu") for table in tables])
         self._stamps = [self._stamps_of(number, table) for number, table in enumerate(tables)]
         self.written = self._marks.counts[0]
-        self._last_delete = dict[int, int]()  # When, by table: without a later one, a scan is not needed.
+        self._last_delete = dict[int, int]()  # Stamp of the last delete by table, to avoid needless scans.
         self._tables = tables
-        # No lookup reveals when these change: they are compared with copies.
+        # No lookup reveals when these tables change, so they are compared with copies.
         self._compared = {
             number: [FollowedRows(tracked.weight) for tracked in table.shards]
             for number, table in enumerate(tables)
@@ -52,7 +53,7 @@ class RowStamps:
 
     @property
     def clock(self) -> int:
-        """The stamp of rows that change now."""
+        """The stamp for rows that change now."""
         return self._clock.now
 
     @clock.setter
@@ -71,7 +72,7 @@ class RowStamps:
         return sum(each.nbytes for each in self._stamps) + copies
 
     def places(self, lookups: Sequence[Lookup]) -> "LookupPlaces":
-        """Where each table's ids are among those of a kernel's lookup."""
+        """The position of each table's ids in a kernel's lookup."""
         keys, tables = 0, list[tuple[int, ...]]()
         for number, count in lookups:
             if number is not None:
@@ -82,7 +83,7 @@ class RowStamps:
         return LookupPlaces(keys, np.array(tables, np.int64).reshape(-1, 5), only)
 
     def stamp_lookup(self, places: "LookupPlaces", features: KeyedJaggedTensor) -> int:
-        """Stamp the rows that a kernel has looked up, as `stamp` does; return the number of ids."""
+        """Stamp the rows that a kernel has looked up, like `stamp`; return the number of ids."""
         ids = features.values()
         if ids.is_cuda:
             by_table = list(ids_by_table(features, places.tables, places.only))
@@ -91,22 +92,22 @@ class RowStamps:
             return sum(len(of_table) for _, of_table in by_table)
         if not len(places.tables):
             return 0
-        # A lookup has computed where bags end. Keys with different numbers of bags need the ends of keys instead.
+        # The lookup has already computed the ends of bags. Keys with different numbers of bags need ends of keys.
         uneven = features.variable_stride_per_key()
         ends = as_numbers(torch.tensor(features.offset_per_key()) if uneven else features.offsets())
         bits, counts = self._marks.bits, self._marks.counts
         return tracking.mark_looked_up(as_numbers(ids), ends, places.keys, places.tables, bits, counts)
 
     def stamp(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, of any integer type, in any order and number).
+        """Stamp rows (local ids of any integer type, in any order, with or without repetitions).
 
-        An id outside of the table stamps row 0, which FBGEMM trains in its place.
+        An id outside the table stamps row 0, because FBGEMM trains that row instead.
         """
         self.written[table] += len(ids)
         self._stamps[table].mark(ids)
 
     def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, int64) as deleted: they are zeros now."""
+        """Stamp rows (local ids, int64) as deleted. They must already be zero."""
         self._last_delete[table] = self.clock
         self._stamps[table].delete(ids)
         for followed in self._compared.get(table, ()):
@@ -123,14 +124,14 @@ class RowStamps:
         self._stamps[table].mark_present()
 
     def stamp_refilled(self, table: int) -> None:
-        """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
+        """Stamp the deleted rows of a table that are no longer zero as new rows."""
         if table in self._last_delete:
             deleted = self._stamps[table].deleted_later(0)
             for tracked in self._tables[table].shards:
                 self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
 
     def compare(self) -> None:
-        """Stamp the rows that have changed without a lookup."""
+        """Compare rows with their copies, and stamp those that have changed."""
         for number, by_shard in self._compared.items():
             for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
                 if tracked.weight.is_cuda:
@@ -141,7 +142,7 @@ class RowStamps:
                     self.stamp(number, followed.follow(tracked.weight))
 
     def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
-        """Go on from other stamps; rows are compared with what they are now from here on."""
+        """Replace all stamps and the clock. Later comparisons of rows are with their current values."""
         self.clock = clock
         self._replace(stamps)
         least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
@@ -157,7 +158,8 @@ class RowStamps:
     def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
         """Local ids, ascending, of the rows deleted after `cursor`: int64 [n].
 
-        A consumer that has nothing gets all of them: it may have received rows that it did not acknowledge.
+        A consumer with cursor `NOTHING` gets all deletes, because it may have received rows without acknowledging
+        them.
         """
         if self._last_delete.get(table, 0) <= max(cursor, 0):
             return _NONE
@@ -176,14 +178,14 @@ class RowStamps:
         return ids[self._stamps[table].stamps[ids] < 0]
 
     def tick(self) -> int:
-        """Return the cursor after all stamps so far; later stamps are greater."""
+        """Return a cursor that includes all stamps so far; later stamps are greater."""
         for each in self._stamps:
             each.settle()
         cursor, self.clock = self.clock, self.clock + 1
         return cursor
 
     def restart_clock(self) -> None:
-        """Start over with every row marked: after a cursor of 0, every row has changed or was deleted."""
+        """Restart the clock, and stamp every row as changed or deleted after a cursor of 0."""
         before, self.clock = self.stamps, 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
         self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
@@ -201,12 +203,12 @@ class RowStamps:
 
 @dataclass(frozen=True, eq=False)
 class LookupPlaces:
-    """Where each table's ids are among those of a lookup.
+    """The position of each table's ids in a lookup.
 
     Attributes:
         keys: number of keys of the lookup.
-        tables: int64 [tables, 5], as `kernels.tracking.mark_looked_up` takes them.
-        only: number of the one table that is looked up; None if there are several.
+        tables: int64 [tables, 5], in the form that `kernels.tracking.mark_looked_up` takes.
+        only: number of the table if the lookup has just one; None otherwise.
     """
 
     keys: int
@@ -215,9 +217,9 @@ class LookupPlaces:
 
 
 class TableStamps:
-    """The stamps of one table, int32 [rows]: when a row last changed, 0 = never, negative = deleted then.
+    """The stamps of one table, int32 [rows]: time of a row's last change, 0 = never, negative = deleted then.
 
-    Within the gate. Ids are local. This form serves a GPU; `HostStamps` does the same faster in host memory.
+    Use within the gate. Ids are local. This class is for a GPU; `HostStamps` is faster in host memory.
     """
 
     def __init__(self, rows: int, clock: "Clock", device: torch.device) -> None:
@@ -226,7 +228,7 @@ class TableStamps:
 
     @property
     def stamps(self) -> torch.Tensor:
-        """The stamps, including what is only marked so far. Read only."""
+        """The stamps, including those of rows that are only marked so far. Read-only."""
         self.settle()
         return self._stamps
 
@@ -236,11 +238,11 @@ class TableStamps:
         return self._stamps.nbytes
 
     def mark(self, ids: torch.Tensor) -> None:
-        """Stamp rows ([n] of any integer type, in any order and number).
+        """Stamp rows ([n] of any integer type, in any order, with or without repetitions).
 
-        An id outside of the table stamps row 0, which FBGEMM trains in its place.
+        An id outside the table stamps row 0, because FBGEMM trains that row instead.
         """
-        if ids.is_cuda:  # Another stream has allocated them, and must not reuse their memory yet.
+        if ids.is_cuda:  # Another stream has allocated the ids and must not reuse their memory yet.
             ids.record_stream(torch.cuda.current_stream(ids.device))
         inside = torch.where((ids >= 0) & (ids < len(self._stamps)), ids, 0)
         self._stamps.index_fill_(0, inside.long(), self._clock.now)
@@ -257,7 +259,7 @@ class TableStamps:
         self._stamps.fill_(self._clock.now)
 
     def mark_where(self, changed: torch.Tensor) -> None:
-        """Stamp the rows of a mask, bool [rows], without counting them: a GPU would have to be waited for."""
+        """Stamp the rows of a bool mask [rows] without counting them, which would wait for a GPU."""
         self._stamps.masked_fill_(changed, self._clock.now)
 
     def mark_present(self) -> None:
@@ -265,7 +267,7 @@ class TableStamps:
         self._stamps.copy_(torch.where(self._stamps < 0, self._stamps, self._clock.now))
 
     def replace(self, stamps: torch.Tensor) -> None:
-        """Go on from other stamps."""
+        """Replace all stamps."""
         self._stamps.copy_(stamps)
 
     def later(self, cursor: int) -> torch.Tensor:
@@ -280,13 +282,13 @@ class TableStamps:
 class HostStamps(TableStamps):
     """Stamps in host memory: marking a row sets a bit, and the next read of the stamps stamps the marked rows.
 
-    A mark costs a quarter of a stamp, since all bits fit the processor's cache. For a consumer that has read
-    everything stamped before, the marked rows are the answer, and no other stamp is read. For any other consumer,
-    words of 64 rows without a later stamp are skipped.
+    A mark costs a quarter of a stamp, because all bits fit in the processor's cache. For a consumer that has read
+    all earlier stamps, the marked rows are the result, without reading other stamps. For other consumers, a read
+    skips words of 64 rows without a later stamp.
     """
 
     def __init__(self, rows: int, clock: "Clock", bits: tracking.Marks, marked: NDArray[np.int64]) -> None:
-        """Begin without stamps. `bits` and `marked` are the table's part of `HostMarks`."""
+        """Start without stamps. `bits` and `marked` are the table's part of `HostMarks`."""
         super().__init__(rows, clock, torch.device("cpu"))
         self._rows = self._stamps.numpy()
         self._marks, self._newest = bits, np.zeros(len(bits), np.int32)
@@ -300,7 +302,7 @@ class HostStamps(TableStamps):
 
     def mark(self, ids: torch.Tensor) -> None:
         """See `TableStamps`."""
-        if len(self._rows):  # Else there is no row 0 either.
+        if len(self._rows):  # An empty table does not even have row 0.
             numbers = as_numbers(ids)
             tracking.mark(numbers, len(self._rows), self._marks)
             self._marked += len(numbers)
@@ -354,7 +356,7 @@ class HostStamps(TableStamps):
         return ids[: tracking.settle(self._marks, self._largest, self._rows, self._newest, ids)]
 
     def _list_later(self, cursor: int, sign: int) -> tracking.Ids:
-        # Pages that nothing touches cost no memory.
+        # Allocate the maximum, because untouched pages cost no memory.
         ids = np.empty(np.count_nonzero(self._newest > cursor) * tracking.WORD_ROWS, np.int64)
         return ids[: tracking.list_later(self._rows, self._newest, cursor, sign, ids)]
 
@@ -366,40 +368,40 @@ class HostStamps(TableStamps):
 class HostMarks:
     """A bit for each row in host memory: whether it has changed since its stamp was last read.
 
-    The bits of all tables lie side by side: one call marks the rows of all tables of a lookup.
+    The bits of all tables are in one array, so that one call can mark the rows of all tables of a lookup.
 
     Attributes:
         bits: uint64 [words], table by table.
-        first_words: by table, where its bits begin.
-        counts: int64 [2, tables]: upper bounds of the rows marked, ever, and since the stamps were last read.
+        first_words: by table, the index of its first word.
+        counts: int64 [2, tables]: upper bounds of the rows ever marked, and marked since stamps were last read.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
-        """Begin without marks. `rows` is the number of rows of each table."""
+        """Start without marks. `rows` is the number of rows of each table."""
         self.first_words = [0, *accumulate(-(-each // tracking.WORD_ROWS) for each in rows)]
         self.bits = np.zeros(self.first_words[-1], np.uint64)
         self.counts = np.zeros((2, len(rows)), np.int64)
 
     def of(self, table: int) -> tuple[tracking.Marks, NDArray[np.int64]]:
-        """A table's bits [words], and how many rows were marked since its stamps were last read [1]."""
+        """A table's bits [words], and the number of rows marked since its stamps were last read [1]."""
         first, end = self.first_words[table : table + 2]
         return self.bits[first:end], self.counts[1, table : table + 1]
 
 
 @dataclass
 class Clock:
-    """`now` is the stamp of rows that change now. All tables of a rank share the clock."""
+    """The clock that all tables of a rank share; `now` is the stamp for rows that change now."""
 
     now: int = 1
 
 
 def as_numbers(ids: torch.Tensor) -> NDArray[np.signedinteger]:
-    """Ids [n] of any integer type as kernels take them: contiguous, of 32 or 64 bits."""
+    """Convert ids [n] of any integer type for kernels: to contiguous int32 or int64."""
     supported = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
     numbers: NDArray[np.signedinteger] = supported.numpy()
     return numbers
 
 
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
-    """Fill rows with a NaN of bits that no computation produces: no row of a model equals it."""
+    """Fill rows with a NaN whose bits no computation produces, so that no row of a model equals it."""
     rows.view(BITS[rows.element_size()])[ids] = -1

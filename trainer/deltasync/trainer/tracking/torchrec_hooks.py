@@ -1,9 +1,10 @@
 """Hooks for lookups, output dists and evictions of TorchRec, and for gradients and forwards of PyTorch.
 
-TorchRec calls one function at each place, in the thread that trains. `Listeners` takes the place and calls several
-functions, also the one that was there. `Hooks.check` finds that another function has taken the place since.
+TorchRec only supports one function per hook, which it calls in the training thread. `Listeners` replaces that
+function, and calls it together with others. `Hooks.check` detects that other code has replaced the listeners.
 
-PyTorch calls any number of functions: on a gradient within backward, in autograd's threads, and before a forward.
+PyTorch supports any number of functions per hook. It calls them before a forward, and in backward, in autograd's
+threads, when a gradient is complete.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,10 +23,10 @@ _Listener = Callable[..., None]
 
 
 class Listeners:
-    """Calls several functions at a place for one function, with its arguments."""
+    """Calls several functions in place of one, with the same arguments."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
-        """Take the place `owner.attribute`."""
+        """Replace the function `owner.attribute`, and keep calling it."""
         self._owner, self._attribute = owner, attribute
         before = getattr(owner, attribute)
         self._listeners: list[_Listener] = [before] if before else []
@@ -33,17 +34,17 @@ class Listeners:
 
     @classmethod
     def at(cls, owner: Any, attribute: str) -> "Listeners":
-        """The listeners of a place; they take it if they are not there yet."""
+        """The listeners at `owner.attribute`, placed there if there are none yet."""
         current = getattr(owner, attribute)
         return current if isinstance(current, cls) else cls(owner, attribute)
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Call them all, in their order."""
+        """Call all functions in their order."""
         for listener in self._listeners:
             listener(*arguments, **named)
 
     def add(self, listener: _Listener, *, first: bool = False) -> None:
-        """Call another function too: after the others, or before them."""
+        """Also call another function: after the others, or before them if `first`."""
         self._listeners.insert(0 if first else len(self._listeners), listener)
 
     def remove(self, listener: _Listener) -> None:
@@ -52,33 +53,36 @@ class Listeners:
 
     @property
     def in_place(self) -> bool:
-        """Whether they are still called."""
+        """Whether the listeners are still in place."""
         return getattr(self._owner, self._attribute) is self
 
 
 class Hooks:
-    """Functions at several places of a model, removed together."""
+    """All hooks in a model, to check and remove them together."""
 
     def __init__(self) -> None:
         self._placed: dict[tuple[int, str], tuple[str, Any, str, Listeners]] = {}
         self._undo: list[Callable[[], object]] = []
 
     def listen(self, what: str, owner: Any, attribute: str, listener: _Listener, *, first: bool = False) -> None:
-        """Call `listener` at a place, before all others if `first`. Messages call the place `what`."""
+        """Call `listener` whenever `owner.attribute` is called, before all others if `first`.
+
+        Messages name the hook `what`.
+        """
         listeners = Listeners.at(owner, attribute)
         listeners.add(listener, first=first)
         self._placed[id(owner), attribute] = (what, owner, attribute, listeners)
         self._undo.append(lambda: listeners.remove(listener))
 
     def undo_with(self, undo: Callable[[], object]) -> None:
-        """Call `undo` when the functions are removed."""
+        """Call `undo` when the hooks are removed."""
         self._undo.append(undo)
 
     def check(self) -> None:
-        """Check that all are still called.
+        """Check that all hooks are still in place.
 
         Raises:
-            Contradiction: another function was put in the place of one.
+            Contradiction: other code has replaced one.
         """
         for what, owner, attribute, listeners in self._placed.values():
             if getattr(owner, attribute) is not listeners:
@@ -88,7 +92,7 @@ class Hooks:
                 )
 
     def remove(self) -> None:
-        """Remove all functions."""
+        """Remove all hooks."""
         for undo in self._undo:
             undo()
         self._placed.clear()
@@ -98,9 +102,9 @@ class Hooks:
 def listen_to_lookups(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
     """Call `listener(features, output, kernel)` after each lookup of a kernel.
 
-    `register_post_lookup_tracker_fn` hands over the ids of all tables of a sharding type at once, without saying
-    which shards they belong to, and is silent under managed collision. The hook of the single lookups
-    (`register_optim_state_tracker_fn`) has the same ids together with the shards, everywhere.
+    `register_post_lookup_tracker_fn` passes the ids of all tables of a sharding type at once, without their
+    shards, and not with managed collision. The hook of individual lookups (`register_optim_state_tracker_fn`)
+    always passes these ids, together with their shards.
     """
     for name, module in sharded_modules(model):
         for lookup in lookups_of(module):
@@ -108,7 +112,7 @@ def listen_to_lookups(hooks: Hooks, model: nn.Module, listener: _Listener) -> No
 
 
 def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
-    """Call `listener()` whenever looked-up rows go to other ranks (`register_post_odist_tracker_fn`)."""
+    """Call `listener()` whenever looked-up rows are sent to other ranks (`register_post_odist_tracker_fn`)."""
     for name, module in sharded_modules(model):
         hooks.listen(f"output dist of module {name!r}", module, "post_odist_tracker_fn", listener)
 
@@ -116,8 +120,7 @@ def listen_to_output_dists(hooks: Hooks, model: nn.Module, listener: _Listener) 
 def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> None:
     """Call `listener(name of the embedding module, module, evicted)` before managed collision resets rows.
 
-    TorchRec has no hook for it. The place is the module's method that resets them, which is called after the
-    listeners.
+    TorchRec has no hook for evictions, so this replaces the module's method that resets the rows.
     """
     for name, module in named_modules(model):
         if hasattr(module, "_evict") and hasattr(module, "_embedding_module"):
@@ -127,9 +130,9 @@ def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> 
 
 
 class ForwardListener:
-    """Calls a function before each forward in training. In the thread that trains.
+    """Calls a function before each forward in training mode. For the training thread.
 
-    A copy of the module, or what is loaded from a pickle of it, calls nothing; nor does a compiled one.
+    Copies, pickles and compiled versions of the module do not call the function.
     """
 
     def __init__(self, listener: Callable[[], None] | None = None) -> None:
@@ -141,20 +144,20 @@ class ForwardListener:
             self._listener()
 
     def __reduce__(self) -> tuple[type["ForwardListener"], tuple[()]]:
-        """Without the function."""
+        """Pickle and copy the hook without its function."""
         return ForwardListener, ()
 
 
 def listen_to_forwards(hooks: Hooks, modules: Iterable[nn.Module], listener: Callable[[], None]) -> None:
-    """Call `listener()` before each forward of some modules in training."""
+    """Call `listener()` before each forward of the modules in training mode."""
     for module in modules:
         hooks.undo_with(module.register_forward_pre_hook(ForwardListener(listener)).remove)
 
 
 def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None]) -> None:
-    """Call `listener()` before managed collision gives rows to other raw ids."""
+    """Call `listener()` before managed collision may assign rows to other raw ids."""
     for collision in collision_modules(model):
-        if collision.hashes:  # In each forward; there is no other place.
+        if collision.hashes:  # This happens in each forward, and nowhere else.
             listen_to_forwards(hooks, [collision.module.input_mapper], listener)
         elif not collision.sharded:
             listen_to_forwards(hooks, [collision.module], listener)
@@ -163,9 +166,9 @@ def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None])
 
 
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
-    """Call `listener(parameter)` when the gradient of a parameter outside of tables is complete.
+    """Call `listener(parameter)` when the gradient of a parameter outside tables is complete.
 
-    Within backward, in a thread of autograd.
+    PyTorch calls it in backward, in a thread of autograd.
     """
     for _, parameter in outside_of_tables(model):
         if parameter.requires_grad:
@@ -174,9 +177,9 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
 
 
 class ReshardWatch:
-    """Detects that modules have new lookups, which no hook is attached to yet.
+    """Detects that `DistributedModelParallel.reshard` has replaced lookups, which then have no hooks yet.
 
-    `DistributedModelParallel.reshard` replaces the lookups. In the thread that trains.
+    For the training thread.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -186,8 +189,8 @@ class ReshardWatch:
         ]
 
     def resharded(self) -> list[str]:
-        """FQNs of the modules whose lookups were replaced since this was made."""
-        # Modules are equal if they are the same. The wrappers mostly are, which each step finds out quickly.
+        """FQNs of the modules whose lookups were replaced since this was constructed."""
+        # Modules compare by identity. Usually the wrappers are the same, so the check at each step is fast.
         return [
             name
             for name, module, wrapped, lookups in self._modules

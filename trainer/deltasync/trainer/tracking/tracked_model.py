@@ -25,7 +25,7 @@ from deltasync.trainer.tracking.shards import (
 )
 from deltasync.trainer.tracking.update_rules import check_settings, check_tracked
 
-# The number of the table to mark, None for none, and how many features are looked up in it.
+# The number of the table to mark (None = none), and the number of features that are looked up in it.
 Lookup = tuple[int | None, int]
 # The lookups of each kernel, in its order.
 Lookups = dict[nn.Module, list[Lookup]]
@@ -40,10 +40,10 @@ class TrackedModel:
         tables: this rank's share of each table.
         replicas: copies of tables whose rows another rank tracks.
         lookups: what each kernel looks up.
-        alone: the kernels of modules that this rank does not share with others. Their ids lie in the memory of the
-            trainer's batch, which the trainer may overwrite after backward.
+        alone: the kernels of modules that this rank does not share with other ranks. Their ids are in the memory
+            of the trainer's batch, which the trainer may overwrite after backward.
         id_maps: the maps of managed collision for `tables`.
-        unpublished: state in no table, which must not change; None if it may.
+        unpublished: state outside all tables, which must not change; None if it may.
     """
 
     modules: dict[str, ShardedEmbeddingModule]
@@ -56,13 +56,13 @@ class TrackedModel:
 
 
 def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
-    """The tables of a model, without those that `options` skip.
+    """Find the tables of a model, without those that `options` skip.
 
     Raises:
-        InvalidInput: rows of a table cannot be tracked, or one of `fqns_to_skip` names nothing.
+        InvalidInput: rows of a table cannot be tracked, or one of `fqns_to_skip` matches no table.
     """
     modules = dict(sharded_modules(model))
-    # Ranks that track no dense tensors have the same skips as the rank that does.
+    # `fqns_to_skip` may name dense tensors, so even ranks that do not track these need their names for the check.
     skips = options.fqns_to_skip
     tensors = module_tensors(model, dense=options.dense or bool(skips), fqns_to_skip=skips)
     outside = [tensor for tensor in tensors if options.dense or tensor.kind is TableKind.EMBEDDING]
@@ -76,7 +76,7 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
         for kernel in _tracked_kernels(name, module, options):
             check_tracked(name, kernel)
             tables = kernel_tables(name, module, kernel)
-            if module._env.world_size == 1:  # Of the sharding group, under 2D parallelism too.
+            if module._env.world_size == 1:  # The size of the sharding group, also with 2D parallelism.
                 alone.add(kernel)
             kernels[kernel] = (
                 [replace(table, replicated=True) for table in tables] if is_replica(module) else tables
@@ -97,11 +97,11 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
 
 
 def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[str] = ()) -> list[TableSpec]:
-    """All tables of a model that are published, the same on all ranks.
+    """All tables of a model to publish, in the same order on all ranks.
 
     Args:
         model: the model.
-        dense: include parameters and buffers outside of embedding tables.
+        dense: include parameters and buffers outside embedding tables.
         fqns_to_skip: tables to leave out (`TrackerOptions.fqns_to_skip`).
 
     Raises:
@@ -112,7 +112,7 @@ def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[
         for fqn, config in _configs(name, module, fqns_to_skip):
             dtype = table_dtype(fqn, data_type_to_dtype(config.data_type))
             tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
-    if dense:  # On all ranks: else the others would wait for the one that fails.
+    if dense:  # Check on all ranks, or the others would wait for the rank that fails.
         check_extra_state(model, fqns_to_skip)
     outside = module_tensors(model, dense=dense, fqns_to_skip=fqns_to_skip)
     tables += [dense_table(tensor).table for tensor in outside if not is_skipped(tensor.name, fqns_to_skip)]
@@ -137,7 +137,7 @@ def _kernel_fqns(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list
 
 
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
-    """The lookups in some tables. Column shards of a table have the same ids: only the first one's are marked."""
+    """The lookups of tables. Column shards of a table get the same ids, so only those of the first are marked."""
     seen = set[str]()
     lookups: list[Lookup] = []
     for table in tables:
@@ -150,7 +150,7 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
 def _configs(
     name: str, module: Any, fqns_to_skip: Collection[str] = ()
 ) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
-    """FQN and config of each table of a module, without skipped ones, on whichever ranks its shards are."""
+    """FQN and config of each table of a module on any rank, without skipped tables."""
     for config in module._table_name_to_config.values():
         fqn = table_fqn(name, module, config.name)
         if not is_skipped(fqn, fqns_to_skip):
@@ -167,4 +167,4 @@ def _check_skips(modules: dict[str, ShardedEmbeddingModule], others: list[str], 
     fqns += others
     for skip in options.fqns_to_skip:
         if not any(is_skipped(fqn, [skip]) for fqn in fqns):
-            raise InvalidInput(f"fqns_to_skip: {skip!r} is no table and no part of one; tables: {', '.join(fqns)}")
+            raise InvalidInput(f"fqns_to_skip: {skip!r} matches no table; tables: {', '.join(fqns)}")

@@ -1,4 +1,4 @@
-"""The tracker: the rows of this rank that have changed, for each of its consumers.
+"""Tracks which rows of this rank have changed, separately for each consumer.
 
 tracker = Tracker(model, TrackerOptions(consumers=["publisher"], mode=TrackingMode.EMBEDDING))
 for ...:
@@ -38,14 +38,15 @@ from deltasync.trainer.tracking.update_gate import UpdateGate
 class Tracker:
     """Knows which rows of this rank have changed since each consumer last acknowledged a read.
 
-    Three parts share the stamps: marking, which writes them, the consumers' cursors, and reading.
+    Marking writes a stamp for each changed row, consumers have cursors, and reads return the rows with later
+    stamps.
 
     Attributes:
         tables: this rank's share of the tracked tables.
-        steps: optimizer steps completed.
-        on_gpu: reads are launched on a GPU, beside the training there.
+        steps: number of complete optimizer steps.
+        on_gpu: whether the tables are on a GPU, where reads run in parallel with training.
         attachments: how often the tracker has attached to the model: once, and again after each resharding.
-        cost: what tracking has cost so far.
+        cost: the cost of tracking so far.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Tracker:
         """Attach to a model. The ranks that share it call this together, and wait for each other.
 
         Args:
-            model: a model under `DistributedModelParallel`, or any other; with its weights loaded.
+            model: a model with its weights loaded, with or without `DistributedModelParallel`.
             options: what to track, and for whom; the same on all ranks, except `dense` and `replicas`.
-            ranks: the ranks that share the model; None for all ranks with a part or a copy of it.
+            ranks: the ranks that share the model; None = all ranks with a part or a copy of it.
 
         Raises:
-            InvalidInput: the model has tables whose rows cannot be tracked, or not in the chosen mode, or ranks
-                have different options. All of the ranks raise it.
+            InvalidInput: the model has tables whose rows cannot be tracked, or not in this mode, or ranks have
+                different options. All of these ranks raise it.
         """
         self._model = model
         self._options = options or TrackerOptions()
@@ -68,7 +69,7 @@ class Tracker:
         self.cost = TrackerCost()
         self.steps = self.attachments = 0
         with begun_together("Tracker", self._options.of_all_ranks, self._ranks):
-            warm(digests, tracking)  # Now: no step and no cut may wait for a compiler.
+            warm(digests, tracking)  # Compile now, so that no step and no cut waits for a compiler.
             tracked = tracked_model(model, self._options)
             device = tracked.tables[0].device if tracked.tables else torch.device("cpu")
             self.on_gpu = device.type == "cuda"
@@ -100,7 +101,7 @@ class Tracker:
         """Attach to the new lookups of resharded modules, and to the rows that this rank has now.
 
         Rows that it had before keep their stamps, through a state like that of a checkpoint. All rows of the
-        resharded modules are marked: nothing has listened to their new lookups yet.
+        resharded modules are marked, because no hook has seen their new lookups yet.
         """
         with begun_together("Tracker, after the model was resharded", ranks=self._ranks):
             tracked = tracked_model(self._model, self._options)
@@ -116,21 +117,21 @@ class Tracker:
         prefixes = tuple(f"{name}." if name else "" for name in resharded)
         self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
-    # -- what happens to rows: by the thread that trains
+    # -- changes of rows, in the training thread
 
     @property
     def changes(self) -> int:
-        """Number of steps, of marks by hand, and of rewrites of whole tables."""
+        """Number of steps, explicit marks and rewrites of whole tables."""
         return self._marking.changes
 
     def step(self) -> None:
-        """Note that an optimizer step is complete. The thread that trains calls this after each step.
+        """Record a complete optimizer step. Call this in the training thread after each step.
 
         After `DistributedModelParallel.reshard`, the tracker attaches to the new lookups, and offers all rows of
         the resharded modules.
 
         Raises:
-            Contradiction: another function was put in the place of the tracker's hooks.
+            Contradiction: other code has replaced a hook of the tracker.
             InvalidInput: the resharded model cannot be tracked, on this rank or another.
         """
         if resharded := self._reshard_watch.resharded():
@@ -139,11 +140,11 @@ class Tracker:
         self.steps += 1
 
     def trigger_compaction(self) -> None:
-        """Stamp the marked rows. Reads and steps do it too, and with `auto_compact` TorchRec's output dists."""
+        """Stamp the marked rows now. Reads and steps do this too, and so do output dists with `auto_compact`."""
         self._marking.lookups.compact()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
-        """Mark rows that something else than training has changed: a reset, an import, a write of your own.
+        """Mark rows that were changed outside training, for example by a reset or an import.
 
         Args:
             table: the table's FQN.
@@ -156,15 +157,15 @@ class Tracker:
         self._marking.mark(table, ids)
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Offer rows again that have not changed; deleted rows as deletes. Otherwise like `mark`."""
+        """Offer rows again although they have not changed, and deleted rows as deletes. Otherwise like `mark`."""
         self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: set them and their optimizer states to zero, and offer the deletes to consumers.
 
         A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. For a table without a
-        fused optimizer, the states in all optimizers that have stepped so far are reset. A raw id that managed
-        collision maps to a deleted row stays mapped to it. In the thread that trains, between steps.
+        fused optimizer, this resets its states in all optimizers that have stepped so far. A raw id that managed
+        collision maps to a deleted row stays mapped to it. Call this in the training thread, between steps.
 
         Args:
             table: the table's FQN.
@@ -186,9 +187,9 @@ class Tracker:
         self._marking.mark_all(table)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Mark no lookup of this thread within the block: for passes whose updates consumers should not get.
+        """Do not mark lookups of this thread within the block, for updates that consumers should not get.
 
-        If such a lookup has a backward, reads of other threads wait for the next `step()`, as after any backward.
+        If such a lookup has a backward, reads in other threads wait for the next `step()`, as after any backward.
         """
         return self._marking.lookups.pause()
 
@@ -202,12 +203,12 @@ class Tracker:
     def add_consumer(
         self, name: str, mode: TrackingMode | None = None, timeout_seconds: float | None = None
     ) -> None:
-        """Begin to track changes for another consumer, from now on.
+        """Start to track changes for another consumer, from now on.
 
         Args:
             name: the consumer's name.
-            mode: what its reads return beside ids; None for the mode of the options.
-            timeout_seconds: how long another thread than the training one waits for the end of a step.
+            mode: what its reads return in addition to ids; None = the mode of the options.
+            timeout_seconds: how long a thread other than the training thread waits for the end of a step.
 
         Raises:
             Contradiction: there is a consumer of that name.
@@ -236,12 +237,12 @@ class Tracker:
 
         Raises:
             NotFound: there is no such consumer.
-            InvalidInput: the consumer's mode has first values, which are not kept for an earlier cursor.
+            InvalidInput: the consumer has first values, which only exist for its current cursor.
         """
         self._cursors.resync(consumer, cursor)
 
     def offers_all(self, consumer: str | None = None) -> bool:
-        """Whether the next read of a consumer returns every row, since it has nothing.
+        """Whether the next read of a consumer returns every row.
 
         Raises:
             NotFound: there is no such consumer.
@@ -249,7 +250,7 @@ class Tracker:
         return self._cursors[consumer].cursor == NOTHING
 
     def clear(self, consumer: str | None = None) -> None:
-        """Drop the changes so far: for one consumer, or for all.
+        """Drop the changes so far, for one consumer or for all.
 
         Raises:
             NotFound: there is no such consumer.
@@ -258,10 +259,10 @@ class Tracker:
             self.acknowledge(self._read(name, values=False).token)
 
     def acknowledge(self, token: Token) -> bool:
-        """Move a consumer's cursor: the rows read with this token have arrived. Safe to call from any thread.
+        """Acknowledge that the rows of a read have arrived, from any thread: moves the consumer's cursor.
 
         Returns:
-            Whether the cursor moved. It does not if it has been further already, or if the consumer has since been
+            Whether the cursor moved. It does not move if it is already further, or if the consumer has since been
             removed, resynced or loaded from a checkpoint.
         """
         return self._cursors.acknowledge(token)
@@ -274,8 +275,8 @@ class Tracker:
         Without `acknowledge`, the next read returns these rows again, and later changes.
 
         Args:
-            consumer: its name; None for "default", or for the only one.
-            timeout_seconds: how long another thread than the training one waits for the end of a step.
+            consumer: its name; None = "default", or the only consumer.
+            timeout_seconds: how long a thread other than the training thread waits for the end of a step.
 
         Raises:
             NotFound: there is no such consumer.
@@ -284,7 +285,7 @@ class Tracker:
         return self._read(consumer, timeout_seconds)
 
     def count_ahead(self, consumer: str | None = None) -> None:
-        """Announce a `begin_delta` after the next step. In the thread that trains, between steps.
+        """Prepare a `begin_delta` after the next step. Call this in the training thread, between steps.
 
         Raises:
             NotFound: there is no such consumer.
@@ -292,10 +293,10 @@ class Tracker:
         self._reader.count_ahead(self._cursors[consumer])
 
     def begin_delta(self, consumer: str | None = None) -> Delta:
-        """Begin a `get_delta` in the thread that trains, without waiting for the rows: `Delta.result` waits.
+        """Start a `get_delta` in the training thread without waiting for the rows; `Delta.result` waits.
 
-        The delta has the rows as they are now. After a `count_ahead` one step before, the thread waits on a GPU
-        for that step at most; work that it launches from now on changes no row before it is read. Otherwise (see
+        The delta has the current rows: GPU work that the thread launches later runs after the read. After a
+        `count_ahead` one step before, this waits at most for the GPU to finish that earlier step. Otherwise (see
         `DeltaReader.begin`) and on a CPU, the delta has arrived when this returns.
 
         Raises:
@@ -315,18 +316,19 @@ class Tracker:
         *,
         per_table: bool = False,
     ) -> Delta:
-        """Read the rows of this rank that have changed most by L2 norm (`DeltaRows.norms`).
+        """Read the rows of this rank that have changed most, by L2 norm (`DeltaRows.norms`).
 
-        The other rows stay due: acknowledging carries them over, and their change goes on growing.
+        The other rows stay due after `acknowledge`, and their change keeps adding up.
 
         Args:
-            consumer: its name; None for "default", or for the only one.
-            k: number of rows, or below 1 a share of the changed rows, rounded up.
-            timeout_seconds: how long another thread than the training one waits for the end of a step.
-            per_table: count `k` in every table by itself, instead of in all together.
+            consumer: its name; None = "default", or the only consumer.
+            k: number of rows, or if below 1 the share of changed rows, rounded up.
+            timeout_seconds: how long a thread other than the training thread waits for the end of a step.
+            per_table: apply `k` to each table instead of to all tables together.
 
         Raises:
-            InvalidInput: the consumer's mode does not show by how much rows have changed, or `k` is neither.
+            InvalidInput: the consumer's mode does not show by how much rows have changed, or `k` is neither a
+                number of rows nor a share.
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
@@ -345,7 +347,7 @@ class Tracker:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory: stamps, marks that wait, copies of what is compared, first values."""
+        """Bytes in memory: stamps, waiting marks, copies for comparisons, and first values."""
         return self._stamps.nbytes + self._marking.nbytes + self._cursors.nbytes
 
     def close(self) -> None:
@@ -362,18 +364,19 @@ class Tracker:
         return state | {"steps": self.steps}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint whose weights the model has already loaded.
+        """Continue from a checkpoint whose weights the model has already loaded.
 
-        Every rank calls it, before the first step. Rows that are in none of the states, say of a table that has
-        grown, count as changed. Consumers of the checkpoint replace ours; a consumer that is not in it begins now.
+        Every rank calls it, before the first step. Rows that are in none of the states, for example of a table
+        that has grown, count as changed. The checkpoint's consumers replace those of this tracker; a consumer that
+        is not in the checkpoint starts now.
 
         Args:
             saved: the states of all ranks that saved the checkpoint; their number and sharding may differ. If
-                neither does, this rank's own state is enough.
+                neither differs, this rank's own state is enough.
 
         Raises:
-            InvalidInput: on this rank or another, these are not states of trackers, or of a newer format, or a
-                table lacks what a consumer's mode reads.
+            InvalidInput: on some rank, these are not states of a tracker, have a newer format, or a table lacks
+                what a consumer's mode reads.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with begun_together("Tracker.load_state_dict", ranks=self._ranks), self._gate.reading(None):
@@ -382,7 +385,7 @@ class Tracker:
 
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
-        self._marking.follow_maps()  # They came with the weights: the restored stamps are theirs.
+        self._marking.follow_maps()  # The maps came with the weights, so read them before restoring the stamps.
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
         self._marking.restore()
         self.steps = max(int(one["steps"]) for one in states)
@@ -391,5 +394,5 @@ class Tracker:
         while True:
             reader = self._reader
             delta = reader.read(self._cursors[consumer], timeout_seconds, **what)
-            if reader is self._reader:  # Else the model was resharded while another thread waited for the step.
+            if reader is self._reader:  # Otherwise the model was resharded while this thread waited for the step.
                 return reader.hand_out(delta)

@@ -1,8 +1,8 @@
-"""A tracker's state in a checkpoint, loaded on any number of ranks and in any sharding.
+"""A tracker's state in a checkpoint, which any number of ranks can load, with any sharding.
 
-Every rank saves its own rows by table and global row id; a rank that loads takes its rows from the states of all
-ranks. Clocks of ranks differ: stamps are shifted as if all clocks had shown the same time at the save. Where ranks
-disagree, more rows are offered rather than fewer.
+Every rank saves its own rows by table and global row id. When loading, a rank collects its rows from the states of
+all ranks. The clocks of ranks differ, so it shifts stamps as if all clocks had shown the same time when the
+checkpoint was saved. If ranks disagree, the tracker offers more rows rather than fewer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _NOT_SAVED = torch.iinfo(torch.int32).min
 
 
 def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[ConsumerCursor]) -> dict[str, Any]:
-    """Stamps of all rows, all cursors, and first values of the rows alone that are due to their consumers."""
+    """Save the stamps of all rows, all cursors, and the first values of rows that are due to their consumers."""
     return {
         "format": _FORMAT,
         "clock": stamps.clock,
@@ -38,11 +38,11 @@ def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[Co
 
 
 def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, ConsumerCursor]:
-    """Set the stamps of `tables` from the states of all ranks that saved; the cursors they had, by consumer.
+    """Set the stamps of `tables` from the states of all saving ranks; returns the saved cursors by consumer.
 
     Raises:
-        InvalidInput: something else was saved, or it has a newer format, or a table lacks what a consumer's mode
-            reads. Nothing has changed.
+        InvalidInput: these are not states of a tracker, have a newer format, or a table lacks what a consumer's
+            mode reads. Nothing has changed then.
     """
     _check_states(states)
     try:
@@ -50,12 +50,12 @@ def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Sa
     except InvalidInput:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(f"this is no state of a tracker, or a damaged one: {error!r}") from error
+        raise InvalidInput(f"this is not the state of a tracker, or it is damaged: {error!r}") from error
 
 
 def _check_states(states: Sequence[_Saved]) -> None:
     mappings = [one for one in states if isinstance(one, Mapping)]
-    for one in mappings:  # Before the rest, which a newer format may name otherwise.
+    for one in mappings:  # Check the format first, because other keys may differ in a newer format.
         if "format" in one:
             check_format("a tracker's state", one["format"], _FORMAT)
     if not states or len(mappings) < len(states) or any(_KEYS - set(one) for one in mappings):
@@ -72,7 +72,7 @@ def _load(
     for cursor in cursors.values():
         for table, its in zip(tables, saved_stamps, strict=True) if cursor.first_values else ():
             forget(cursor.first_values[table.name], its == _NOT_SAVED)
-    # Rows that no state knows have changed just now.
+    # Rows that are in no state count as changed now.
     stamps.restore(clock, [its.masked_fill(its == _NOT_SAVED, clock) for its in saved_stamps])
     return cursors
 
@@ -93,7 +93,7 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
 
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
-    """The stamps that were saved of a table's rows, by the clock that shows `clock`."""
+    """The saved stamps of a table's rows, on a clock that showed `clock` when they were saved."""
     saved_stamps = torch.full((table.rows,), _NOT_SAVED, dtype=torch.int32)
     for one in states:
         if saved := one["tables"].get(table.name):
@@ -103,18 +103,18 @@ def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> tor
     if table.table.kind is TableKind.ID_RANGES:
         saved_stamps[_ends(table, states)] = clock
     if table.table.kind is TableKind.ID_MAP and not _was_saved(table, states):
-        saved_stamps.fill_(clock)  # Other raw ids may be looked up in a shard of other rows.
+        saved_stamps.fill_(clock)  # A shard with other rows may look up other raw ids.
     return saved_stamps
 
 
 def _was_saved(table: TrackedTable, states: Sequence[_Saved]) -> bool:
-    """Whether some rank had the same rows of a table when it was saved."""
+    """Whether a rank had the same rows of a table when the checkpoint was saved."""
     saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
     return any((its["row_offset"], len(its["stamps"])) == (table.row_offset, table.rows) for its in saved)
 
 
 def _ends(table: TrackedTable, states: Sequence[_Saved]) -> list[int]:
-    """Local ids of the rows that are last in a shard, now or when it was saved: only these can have changed."""
+    """Local ids of the last rows of shards, now and in the checkpoint: only these can have changed."""
     saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
     ends = [its["row_offset"] + len(its["stamps"]) - 1 - table.row_offset for its in saved]
     return [end for end in {*ends, table.rows - 1} if 0 <= end < table.rows]
@@ -125,13 +125,13 @@ def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def _later(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """The later of two stamps of each row; where one says deleted and the other changed, the row has changed."""
+    """The later of two stamps of each row. If they only differ in that one is a delete, the change wins."""
     is_theirs = (ours == _NOT_SAVED) | (theirs.abs() > ours.abs()) | ((theirs == -ours) & (theirs > 0))
     return torch.where(is_theirs, theirs, ours)
 
 
 def _overlap(table: TrackedTable, row_offset: int, rows: int) -> tuple[slice, slice]:
-    """The rows that two ranges share, from the start of each."""
+    """The overlap of two ranges of rows, as a slice of each."""
     low = max(table.row_offset, row_offset)
     high = max(low, min(table.row_offset + table.rows, row_offset + rows))
     return slice(low - table.row_offset, high - table.row_offset), slice(low - row_offset, high - row_offset)
@@ -176,7 +176,10 @@ def _restore_first(
 def _shared_columns(
     ours: list[tuple[int, int]], theirs: list[tuple[int, int]], row_wise: bool
 ) -> Iterator[tuple[slice, slice | None]]:
-    """Where the columns that both hold lie in the values of each. One value per shard fits the same shard only."""
+    """The columns that both have, as slices of the values of each.
+
+    A row-wise value belongs to a whole shard, so it only fits a shard with the same columns.
+    """
     for number, (offset, width, at) in enumerate(_placed(ours)):
         for other, (their_offset, their_width, their_at) in enumerate(_placed(theirs)):
             low, high = max(offset, their_offset), min(offset + width, their_offset + their_width)

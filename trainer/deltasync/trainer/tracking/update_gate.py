@@ -1,4 +1,4 @@
-"""Keeps reads and updates apart: no read sees half a row, or a mark whose row has not changed yet."""
+"""Separates reads from updates: no read sees a half-changed row, or a mark before its row has changed."""
 
 import threading
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from deltasync.trainer.tracking.gpu import Streams
 
 
 class UpdateGate:
-    """Rows change between the first mark of a step and the step's end; reads happen at other times.
+    """Allows reads only while no rows change, which is from the end of a step to the first mark of the next.
 
-    The thread that trains reads without waiting: its backward is over by then. Other threads wait for the end of
-    the step. On a GPU, reads run on a stream of their own; streams wait for each other there, threads for no
-    stream.
+    The training thread reads without waiting, because its backward is over when it reads. Other threads wait for
+    the end of the step. On a GPU, reads run on a separate stream; streams wait for each other, but threads do not
+    wait for streams.
 
     Attributes:
-        updating: rows may be changing.
+        updating: whether rows may be changing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._lock = threading.RLock()
         self._settled = threading.Condition(self._lock)
         self.updating = False
-        self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
+        self._training_thread = threading.get_ident()  # Until a lookup or a step happens in another thread.
         self._streams = Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
-        """Keep other threads out; on a GPU, what is launched from now on runs after the last read."""
+        """Exclude other threads. On a GPU, work launched from now on runs after the last read."""
         self._lock.acquire()
         if self._streams:
             self._streams.after_reads()
@@ -40,22 +40,22 @@ class UpdateGate:
         self._lock.release()
 
     def training_here(self) -> None:
-        """Note that the calling thread trains."""
+        """Record the calling thread as the training thread."""
         self._training_thread = threading.get_ident()
 
     def begin_updates(self) -> None:
-        """Rows are about to change. Within the gate, in the thread that runs backward."""
+        """Record that rows are about to change. Call within the gate, in the thread that changes them."""
         self.updating = True
 
     def end_updates(self) -> None:
-        """The step is complete: rows do not change until the next begins."""
+        """Record that the step is complete: rows do not change until the next step starts."""
         with self:
             self.updating = False
             self._settled.notify_all()
 
     @contextmanager
     def reading(self, timeout_seconds: float | None) -> Iterator[None]:
-        """Within, no row changes. Another thread than the one that trains waits for the end of the step first.
+        """Within the block, no row changes. Threads other than the training thread first wait for the step's end.
 
         Raises:
             DeltasyncError: the step did not end in time.
@@ -64,7 +64,7 @@ class UpdateGate:
             training = threading.get_ident() == self._training_thread
             if not training and not self._settled.wait_for(lambda: not self.updating, timeout_seconds):
                 raise DeltasyncError(
-                    f"the training step has not ended within {timeout_seconds} s: is step() called after each?"
+                    f"the training step has not ended within {timeout_seconds} s: call step() after each step"
                 )
             if not self._streams:
                 yield
@@ -75,16 +75,16 @@ class UpdateGate:
                 yield
 
     def hold_changes(self) -> None:
-        """On a GPU, make everything that this thread launches from now on run after the last read."""
+        """On a GPU, make all work that this thread launches from now on run after the last read."""
         if self._streams:
             self._streams.after_reads()
 
     @contextmanager
     def side_stream(self, *, wait: bool = True) -> Iterator[None]:
-        """Launch copies to the host within on the stream of reads.
+        """Launch the block's copies to the host on the stream of reads.
 
         Args:
-            wait: whether to wait for them at the end; otherwise wait for `arrival`.
+            wait: whether to wait for the copies at the end; otherwise use `arrival`.
         """
         if not self._streams:
             yield
@@ -93,5 +93,5 @@ class UpdateGate:
             yield
 
     def arrival(self) -> torch.cuda.Event | None:
-        """An event at the end of the work on the stream of reads so far; None if there is no such stream."""
+        """Record an event after all work on the stream of reads so far; None without a GPU."""
         return self._streams.arrival() if self._streams else None

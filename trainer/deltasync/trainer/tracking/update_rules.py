@@ -1,7 +1,7 @@
-"""Rules for which rows of a table change: by its settings in TorchRec and its kernel's optimizer in FBGEMM.
+"""Rules that say which rows of a table change, given its settings in TorchRec and FBGEMM's optimizer.
 
-Unknown settings are refused: a row that changes without a mark would be wrong at every predictor. README.md lists
-every setting and its rule.
+The tracker refuses unknown settings, because a row that changes without a mark would be wrong in every predictor.
+README.md lists every setting and its rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ class Marking(Enum):
     """How the rows that a kernel changes are marked."""
 
     EXACT = "exact"
-    """Only rows that were looked up change, and exactly these are marked."""
+    """Only rows that were looked up change, and the tracker marks exactly these."""
     MORE = "marks more"
-    """All rows of a table are marked at times, beside the rows that were looked up."""
+    """The tracker marks the rows that were looked up, and sometimes all rows of a table."""
     REFUSED = "refused"
     """The tracker refuses such a kernel."""
 
@@ -33,7 +33,7 @@ class WholeTableUpdate:
 
     Attributes:
         method: its name.
-        is_due: whether it changes them now, by the kernel's settings for it and the kernel's iteration.
+        is_due: function of the kernel's settings and iteration that says whether a call now changes rows.
         settings: the kernel's attribute with these settings.
     """
 
@@ -44,12 +44,12 @@ class WholeTableUpdate:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How rows under an optimizer or a setting are marked, and why.
+    """How the tracker marks rows with an optimizer or a setting, and why.
 
     Attributes:
-        marking: how its rows are marked.
+        marking: how it marks them.
         reason: why.
-        whole_table: the method that changes all rows at times; None if there is none.
+        whole_table: the method that sometimes changes all rows; None if there is none.
     """
 
     marking: Marking
@@ -121,7 +121,7 @@ ROUNDING_CACHE = UpdateRule(
 )
 
 
-# Rows of these kernels are tensors that stay in place and change by the rules above.
+# Kernels whose rows are tensors that stay in place and change by the rules above.
 FOLLOWED_KERNELS = (
     EmbeddingComputeKernel.DENSE,
     EmbeddingComputeKernel.FUSED,
@@ -129,7 +129,7 @@ FOLLOWED_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM_CACHING,
 )
 
-# Config flags with which TorchRec changes or moves rows without calling a hook, and what each does.
+# Config flags that make TorchRec change or move rows without calling a hook, and what each does.
 REFUSED_FLAGS = {
     "stash_weights": "TorchRec frees the memory of the rows between forward and backward",
     "enable_embedding_update": "TorchRec's `write` changes rows that no lookup has a gradient for",
@@ -138,10 +138,10 @@ REFUSED_FLAGS = {
 
 
 def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
-    """Check that rows of a table can be tracked. All ranks check all tables, and so fail together.
+    """Check that rows of a table can be tracked. All ranks check all tables, so that they fail together.
 
     Args:
-        fqn: the table's.
+        fqn: the table's FQN.
         config: its `BaseEmbeddingConfig`.
         compute_kernel: its kernel in the sharding plan.
 
@@ -168,14 +168,14 @@ def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> 
     Args:
         optimizer: its `EmbOptimType`.
         weight_decay: its `WeightDecayMode`.
-        rounds_in_cache: its cache has another type than its tables and rounds stochastically.
+        rounds_in_cache: whether its cache has another type than its tables and rounds stochastically.
     """
-    decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is not known"))
+    decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is unknown"))
     if rounds_in_cache:
         return ROUNDING_CACHE
     if decay.marking is Marking.REFUSED:
         return decay
-    return OPTIMIZERS.get(optimizer, UpdateRule(Marking.REFUSED, "this optimizer is not known"))
+    return OPTIMIZERS.get(optimizer, UpdateRule(Marking.REFUSED, "this optimizer is unknown"))
 
 
 def rule_of(kernel: Any) -> UpdateRule:
@@ -200,7 +200,7 @@ def check_tracked(name: str, kernel: Any) -> None:
         raise InvalidInput(
             f"module {name!r}, tables {tables}: rows under optimizer {str(kernel.emb_module.optimizer)!r} "
             f"(weight decay {getattr(decay, 'name', decay)}) cannot be tracked: {rule.reason}; "
-            "change that, or leave the tables out (fqns_to_skip)"
+            "use another optimizer or setting, or leave the tables out (fqns_to_skip)"
         )
 
 

@@ -1,6 +1,6 @@
-"""Finds rows that have changed without a mark, by comparing all rows with a copy: to debug a model.
+"""Finds rows that have changed without a mark by comparing all rows with a copy, to debug a model.
 
-Within the gate, in the thread that reads.
+For the reading thread, within the gate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ _NAMED_ROWS = 10
 
 
 class Verification:
-    """Copies of the rows of fused tables. The rows of other tables are compared at each read anyway."""
+    """Compares the rows of fused tables with copies. Reads always compare the rows of other tables."""
 
     def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps) -> None:
         self._tables, self._stamps = tables, stamps
@@ -34,16 +34,16 @@ class Verification:
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def excuse(self, tables: Iterable[int]) -> None:
-        """Leave tables out of the next check: the user has paused marking while they changed."""
+        """Leave tables out of the next check, because the user paused marking while they changed."""
         self._excused.update(tables)
 
     def check(self) -> None:
-        """Compare all rows with the copies, and mark those that have changed unmarked.
+        """Compare all rows with the copies, and mark rows that have changed without a mark.
 
         Raises:
             Contradiction: there are such rows; the message names them.
         """
-        if self._stamps.clock <= self._cursor:  # It has started over.
+        if self._stamps.clock <= self._cursor:  # The clock has restarted.
             self._cursor = 0
         unseen = {number: self._unseen(number) for number in self._copies}
         self.renew()
@@ -54,16 +54,16 @@ class Verification:
         if missed:
             raise Contradiction(
                 "; ".join(_what_changed(self._tables[number], ids) for number, ids in missed.items())
-                + ". Nothing that the tracker listens to has changed them: call mark(table, ids) or "
-                "mark_all(table) of the tracker wherever that is done. The next read offers them."
+                + ". No hook of the tracker has seen the change: call the tracker's mark(table, ids) or "
+                "mark_all(table) after the code that changes them. The next read offers these rows."
             )
 
     def renew(self) -> None:
-        """Copy the rows as they are now."""
+        """Copy the current rows."""
         for number, copies in self._copies.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
                 copy.copy_(tracked.weight)
-        # At its end the clock waits for the next read, which starts it over.
+        # At the clock's end, leave the restart to the next read.
         self._cursor = CLOCK_END - 1 if self._stamps.clock == CLOCK_END else self._stamps.tick()
 
     def _unseen(self, number: int) -> torch.Tensor:

@@ -120,5 +120,5 @@ def a_table_that_moves_where_it_cannot_be_tracked_is_an_error_at_each_step() -> 
         for kernel in lookup._emb_modules:
             kernel.emb_module.weight_decay_mode = 77
     for _ in range(2):
-        with pytest.raises(Exception, match=r"module 'bags', tables .*: this weight decay is not known"):
+        with pytest.raises(Exception, match=r"module 'bags', tables .*: this weight decay is unknown"):
             replica.tracker.step()

@@ -1,4 +1,4 @@
-"""Attaches a pipeline to a model and detaches it. In the thread that trains."""
+"""Attaches a pipeline to a model and detaches it. For the training thread."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -27,25 +27,25 @@ logger = logging.getLogger(__name__)
 
 
 class LookAhead:
-    """The modules of a model whose work an attached pipeline does ahead of forward.
+    """The modules of a model that a pipeline calls ahead of the model's forward.
 
     Attributes:
         modules: sharded modules whose ids the pipeline sends out ahead.
-        preprocessing: stand-ins for the forwards of preprocessing modules.
-        in_forward: the model's forward runs.
-        attached: the stand-ins are in the places of the modules' forwards.
+        preprocessing: replacements for the forwards of preprocessing modules.
+        in_forward: whether the model's forward is running.
+        attached: whether the replacements are in place.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, stream: torch.Stream | None, not_ahead: Collection[str]
     ) -> None:
-        """Attach to nothing yet.
+        """Check the names in `not_ahead`, without attaching.
 
         Args:
             model: the model.
-            device: where the model is.
-            stream: where the work ahead runs; None on a CPU.
-            not_ahead: FQNs of modules whose work is not done ahead.
+            device: the device of the model.
+            stream: the stream for the work ahead; None on a CPU.
+            not_ahead: FQNs of modules not to call ahead.
 
         Raises:
             InvalidInput: the model has no module of such a name.
@@ -62,7 +62,7 @@ class LookAhead:
         self.in_forward = False
         self.attached = False
         self._plan = LookAheadPlan()
-        # By mode of the model: its forward may differ between training and evaluation.
+        # By the model's mode, because its forward may differ between training and evaluation.
         self._plans: dict[bool, LookAheadPlan] = {}
         self._confirmed = set[bool]()
         self._patches: dict[str, AttributePatches] = {}
@@ -70,10 +70,10 @@ class LookAhead:
         self._logged = set[tuple[str, str]]()
 
     def attach(self, batch: Any) -> None:
-        """Put stand-ins in the places of the modules' forwards. Another `OnlinePipeline` on the model is detached.
+        """Replace the modules' forwards. Detaches any other `OnlinePipeline` from the model.
 
         Args:
-            batch: a first batch; calls ahead are tried on a copy of it.
+            batch: a first batch, to try calls ahead on a copy of it.
 
         Raises:
             Contradiction: another kind of pipeline is attached.
@@ -94,10 +94,10 @@ class LookAhead:
         self.attached, self._sharing_splits = True, False
 
     def detach(self) -> None:
-        """Put the modules' own forwards back.
+        """Restore the modules' own forwards.
 
         Raises:
-            Contradiction: others have been put there.
+            Contradiction: other code has replaced them since.
         """
         self.check()
         for patches in self._patches.values():
@@ -108,17 +108,17 @@ class LookAhead:
         self.attached = False
 
     def goes_on(self, name: str, reason: str) -> bool:
-        """Whether to use the ids that a sharded module has sent out ahead.
+        """Decide whether to use the ids that a sharded module has sent out ahead.
 
-        In the first forward under a plan, ranks decide together: if the features of a module differ from those of
-        forward on any rank, all ranks stop calling it ahead.
+        In the first forward with a plan, ranks decide together: if forward calls the module with other features on
+        any rank, all ranks stop calling it ahead.
 
         Args:
             name: FQN of the module.
-            reason: why its features differ; empty if they do not.
+            reason: how the features differ; empty if they do not.
 
         Raises:
-            Contradiction: they differ in a later forward, where other ranks go on.
+            Contradiction: the features differ in a later forward, when other ranks already continue.
         """
         if self._model.training in self._confirmed:
             if reason:
@@ -133,12 +133,12 @@ class LookAhead:
         return False
 
     def confirm(self) -> None:
-        """Note that a forward has run as the plan has it."""
+        """Record that a forward has run as planned."""
         if not self.outdated:
             self._confirmed.add(self._model.training)
 
     def _exclude(self, name: str, reason: str) -> None:
-        """Do a sharded module's work ahead no longer: not in the call that it is in, and not later."""
+        """Stop calling a sharded module ahead, from its current call on."""
         self._log_not_ahead(name, reason)
         self._exclusions[name] = reason
         self._plans.clear()
@@ -152,10 +152,10 @@ class LookAhead:
         return not self._plans
 
     def check(self) -> None:
-        """Check that the forwards are still in their places.
+        """Check that the replacements are still in place.
 
         Raises:
-            Contradiction: others have been put there.
+            Contradiction: other code has replaced one since.
         """
         for name, patches in self._patches.items():
             if not patches.in_place:
@@ -165,7 +165,7 @@ class LookAhead:
                 )
 
     def compute(self, batch: Any, context: LookAheadContext) -> None:
-        """Compute for a batch what comes before its lookups: accesses to the batch, and preprocessing."""
+        """Compute the inputs of a batch's lookups: run the planned accesses to the batch and preprocessing."""
         modules = {forward.name: partial(forward.ahead, context) for forward in self.preprocessing}
         for node in self._plan.nodes:
             try:
@@ -178,7 +178,7 @@ class LookAhead:
                 raise
 
     def share_splits(self) -> None:
-        """Let modules exchange the sizes of their messages in one collective. After their first batch."""
+        """Make modules exchange the sizes of their messages in one collective, after their first batch."""
         if self._sharing_splits:
             return
         self._sharing_splits = True
@@ -198,7 +198,7 @@ class LookAhead:
         plan = self._common_plan()
         while early := self._why_not_early(plan, batch):
             self._exclusions |= early
-            # What one mode changes, the other may need: its plan is made anew, without these modules.
+            # A module that changes state in one mode may affect the other: make that plan again without it.
             self._plans.clear()
             self._confirmed.clear()
             plan = self._common_plan()
@@ -209,7 +209,7 @@ class LookAhead:
         return plan
 
     def _common_plan(self) -> LookAheadPlan:
-        """A plan that is the same on all ranks: forward may depend on the rank, but lookups are collectives."""
+        """Make the same plan on all ranks, because forward may depend on the rank, but lookups are collectives."""
         plan = make_plan(self._model, self._exclusions)
         sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
         missing = self._on_any_rank([name not in plan.lookups for name in sharded])
@@ -220,7 +220,7 @@ class LookAhead:
         return make_plan(self._model, self._exclusions)
 
     def _why_not_early(self, plan: LookAheadPlan, batch: Any) -> dict[str, str]:
-        """The reasons of all ranks: each tries the plan on a batch of its own, and may find other ones."""
+        """Combine the reasons of all ranks, each of which tries the plan on its own batch."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]
         on_any_rank = self._on_any_rank([name in reasons for name in names])
@@ -228,7 +228,7 @@ class LookAhead:
         return {name: reasons.get(name, elsewhere) for name, flag in zip(names, on_any_rank, strict=True) if flag}
 
     def _log_not_ahead(self, name: str, reason: str) -> None:
-        """Log each reason once: each mode has a plan, and there are new plans when a module is excluded."""
+        """Log each reason once, although several plans may repeat it."""
         if (name, reason) not in self._logged:
             self._logged.add((name, reason))
             logger.warning("module %r is not pipelined: %s", name, reason)

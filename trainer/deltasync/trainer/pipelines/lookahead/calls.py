@@ -1,4 +1,4 @@
-"""Calls made ahead of forward, and whether forward makes the same call in the same state of the module."""
+"""Records calls made ahead of forward, to compare them with the calls that forward makes."""
 
 import dataclasses
 import operator
@@ -22,10 +22,10 @@ class ModuleCall:
     """A call of a module: arguments and result.
 
     Attributes:
-        arguments: positional ones by number, others by name.
-        result: what the module returned.
-        leaves: the leaves of the arguments, each with its version: the number of writes to a tensor.
-        results: the tensors within the result, each with its version.
+        arguments: positional arguments by number, keyword arguments by name.
+        result: the result.
+        leaves: the leaves of the arguments, each with its version (the number of writes to a tensor).
+        results: the tensors inside the result, each with its version.
     """
 
     arguments: dict[Any, Any]
@@ -35,14 +35,14 @@ class ModuleCall:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "ModuleCall":
-        """Note a call that has just been made."""
+        """Record a call that has just been made."""
         arguments = _named(args, kwargs)
         leaves = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
         results = [(tensor, version(tensor)) for _, tensor in tensors_in(result)]
         return cls(arguments, result, leaves, results)
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Why this call does not stand for one with these arguments; empty if it does."""
+        """Why this call differs from one with these arguments; empty if it does not."""
         named = _named(args, kwargs)
         if named.keys() != self.arguments.keys():
             return f"it has arguments {list(named)}, where the traced forward has {list(self.arguments)}"
@@ -79,7 +79,7 @@ def is_same(ahead: Any, value: Any) -> bool:
     if isinstance(ahead, list | tuple):
         return len(ahead) == len(value) and all(map(is_same, ahead, value))
     if isinstance(ahead, Mapping):
-        names = list(ahead.keys())  # Iterating over a TensorDict goes along its batch dimension.
+        names = list(ahead.keys())  # Iteration over a TensorDict yields examples, not keys.
         return names == list(value.keys()) and all(is_same(ahead[name], value[name]) for name in names)
     if dataclasses.is_dataclass(ahead):
         return all(is_same(getattr(ahead, f.name), getattr(value, f.name)) for f in dataclasses.fields(ahead))
@@ -99,7 +99,7 @@ def _is_same_memory(ahead: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _is_same_jagged(ahead: Any, value: Any) -> bool:
-    """Compare the memory: wrappers may be new ones, and offsets computed again from the same lengths."""
+    """Compare the memory, because wrappers may be new and offsets computed again from the same lengths."""
     keys = isinstance(ahead, KeyedJaggedTensor) and ahead.keys() != value.keys()
     if keys or not is_same(ahead.values(), value.values()):
         return False
@@ -116,33 +116,33 @@ def _is_untouched(before: Any, now: Any) -> bool:
 
 
 def version(value: Any) -> int:
-    """The number of writes to a tensor that counts them; 0 for anything else."""
+    """The number of writes to a tensor; 0 for inference tensors and other objects, which do not count them."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 MOST_ITEMS = 1_000
-"""Largest number of items of a module's containers to compare, at every step; of larger ones only the size."""
+"""Maximum number of container items of a module to compare at every step; beyond it, only sizes are compared."""
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (dict, *_SEQUENCES, *_SETS)
-# Torch's own attributes: hooks may come and go; buffers are looked at one by one.
+# Attributes that torch gives to every module. Hooks may come and go, and buffers are compared separately.
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
 @dataclass(eq=False)
 class ModuleState:
-    """The attributes and buffers of a module and of those within, taken apart, cheaply enough for every step.
+    """A snapshot of the attributes and buffers of a module and its submodules, cheap enough for every step.
 
-    Two states differ if an attribute is another one, an item of a container in one (dicts, lists, tuples, deques,
-    sets and arrays, nested too), or if a tensor there has been written to. Not seen are changes of single items
-    beyond the first `MOST_ITEMS`, and those within objects of other kinds.
+    Two states differ if an attribute was replaced, if an item of a container changed (dicts, lists, tuples,
+    deques, sets and arrays, also nested), or if a tensor was written to. This does not detect changes of single
+    items beyond the first `MOST_ITEMS`, or inside other objects.
 
     Attributes:
-        shape: type and size of each container, and before which leaf it begins; copies of sets and arrays.
-        leaves: everything else that is no container.
-        of_torch: what torch gives to every module.
-        versions: how often each tensor among these has been written to.
+        shape: type, size and position among the leaves of each container, and copies of sets and arrays.
+        leaves: all values that are not containers.
+        of_torch: the attributes that torch gives to every module.
+        versions: the number of writes to each tensor.
     """
 
     shape: list[Any] = field(default_factory=list)
@@ -152,7 +152,7 @@ class ModuleState:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModuleState":
-        """The state that a module is in."""
+        """The current state of a module."""
         state, seen = cls(), set[int]()
         for one in module.modules():
             for name, value in vars(one).items():
@@ -164,11 +164,11 @@ class ModuleState:
         return state
 
     def is_same(self, other: "ModuleState") -> bool:
-        """Whether nothing that is seen has changed between two states of one module."""
+        """Whether two states of one module are equal, as far as this detects changes."""
         if self.shape != other.shape or self.versions != other.versions:
             return False
         pairs = ((self.leaves, other.leaves), (self.of_torch, other.of_torch))
-        # Mostly nothing has changed, which is seen without a call for each.
+        # Usually nothing has changed, and `operator.is_` finds that without a Python call per leaf.
         return all(
             len(ours) == len(theirs) and (all(map(operator.is_, ours, theirs)) or all(map(is_same, ours, theirs)))
             for ours, theirs in pairs

@@ -1,4 +1,4 @@
-"""Stand-ins for the forwards of modules that a pipeline may have called ahead."""
+"""Replacements for the forwards of modules that a pipeline calls ahead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
     """The work done ahead for a batch in the pipeline.
 
     Attributes:
-        started: the work has begun.
+        started: whether the work has started.
         values: the values of the plan's nodes.
         calls: calls of preprocessing modules that forward has not used yet, by FQN, each with the module's state
             before the call.
@@ -35,33 +35,33 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
 
 
 class ForwardOwner(Protocol):
-    """The object that has put the stand-ins in their places."""
+    """The object that has replaced the forwards."""
 
     in_forward: bool
 
     def detach(self) -> None:
-        """Put the modules' own forwards back."""
+        """Restore the modules' own forwards."""
 
     def goes_on(self, name: str, reason: str) -> bool:
-        """Whether to use what a module has sent out ahead; if not, its own forward is back in its place."""
+        """Whether to use the ids that a module has sent out ahead; if not, its own forward has been restored."""
 
 
 @dataclass(frozen=True)
 class LookupArguments:
-    """The arguments of a sharded module's next call, computed ahead, as TorchRec asks for them."""
+    """Builds the arguments of a sharded module's next call ahead of forward, through TorchRec's interface."""
 
     name: str
     node: fx.Node
 
     def build_args_kwargs(self, context: LookAheadContext) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments of the call that forward is going to make."""
+        """Return the arguments that forward is going to use."""
         args, kwargs = arguments(self.node, context.values)
         context.lookups[self.name] = ModuleCall.of(args, kwargs)
         return args, kwargs
 
 
 class LookupForward(PipelinedForward):  # type: ignore[misc]
-    """The forward of a sharded module: looks up the ids that were sent out ahead, if it is called with those."""
+    """Replaces the forward of a sharded module: looks up the ids that were sent out ahead."""
 
     def __init__(
         self, owner: ForwardOwner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
@@ -70,7 +70,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
         self.owner, self._module = owner, module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Look up what was sent out; by the module's own forward outside of the pipeline, or with other ids."""
+        """Look up the ids sent ahead, or run the module's own forward for other ids and outside the pipeline."""
         if not self.owner.in_forward:
             self.owner.detach()
             return self._module.forward(*args, **kwargs)
@@ -81,7 +81,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 
 
 class PreprocessingForward:
-    """The forward of a preprocessing module: returns what was computed ahead for the same call."""
+    """Replaces the forward of a preprocessing module: returns the result computed ahead for the same call."""
 
     def __init__(self, owner: ForwardOwner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._module, self._stream = owner, name, module, stream
@@ -89,11 +89,11 @@ class PreprocessingForward:
         self._context = LookAheadContext(version=1)
 
     def set_context(self, context: LookAheadContext) -> None:
-        """Take the batch that forward runs on next."""
+        """Switch to the batch that forward runs on next."""
         self._context = context
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
-        """Compute what forward is going to ask for, before it runs.
+        """Compute a result before forward needs it.
 
         Raises:
             Contradiction: the module writes to its arguments, or changes its own state.
@@ -112,14 +112,14 @@ class PreprocessingForward:
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result that was computed for these arguments; computed now if there is none."""
+        """Return the result computed ahead for these arguments, or compute it now."""
         calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
         now = ModuleState.of(self._module)
         for one in calls:
             state, call = one
             if now.is_same(state) and not call.why_different(args, kwargs):
                 calls.remove(one)
-                if self._stream:  # It was made on that one; the batch has been waited for.
+                if self._stream:  # The result was made on that stream; `progress` has already waited for it.
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
         return self._compute(*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-# Read something out of a batch, and leave it as it is. Named tuples are made too.
+# Functions that read from a batch without changing it. Creating named tuples is allowed too.
 _ACCESSES = (getattr, operator.getitem)
 
 
@@ -25,10 +25,9 @@ class LookAheadPlan:
 
     Attributes:
         nodes: nodes to compute ahead, in the order of forward: accesses to the batch, and preprocessing.
-        lookups: the one call of each sharded module, by FQN; its arguments are among `nodes`.
-        preprocessing: modules called by `nodes`, by FQN.
-        reasons: why other modules are not called ahead, by FQN: sharded modules, and modules that compute their
-            arguments.
+        lookups: the only call of each sharded module, by FQN; its arguments are among `nodes`.
+        preprocessing: modules that `nodes` call, by FQN.
+        reasons: why other sharded modules, and modules that compute their arguments, are not called ahead, by FQN.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -41,7 +40,7 @@ class LookAheadPlan:
         return {node: tensor_of(model, node) for node in self.nodes if node.op == "get_attr"}
 
     def without(self, node: fx.Node, error: str) -> dict[str, str]:
-        """Why a node is not computed ahead, by FQN of the module that it calls, or of the lookups that need it."""
+        """Why a node fails ahead, by FQN of the module that it calls, or of the lookups that need it."""
         if _is_call(node):
             return {str(node.target): f"it can't be called ahead: {error}"}
         needing = [name for name, lookup in self.lookups.items() if node in _inputs([lookup])]
@@ -49,11 +48,11 @@ class LookAheadPlan:
 
 
 def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> LookAheadPlan:
-    """Trace a model, in the mode it is in.
+    """Plan the calls ahead for a model in its current mode.
 
     Args:
-        model: without the wrappers of parallel training.
-        exclusions: FQNs of modules not to call ahead, and why.
+        model: the model without the wrappers of parallel training.
+        exclusions: the reason for each module not to call ahead, by FQN.
     """
     try:
         graph = trace(model)
@@ -79,7 +78,7 @@ class _Planner:
         lookups = {name: sharded[name][0] for name, reason in reasons.items() if not reason}
         needed = _inputs(lookups.values())
         targets = {node.target for node in needed if _is_call(node)}
-        # All calls of a module that can be made ahead: of equal ones, each has a result of its own.
+        # Make all possible calls of these modules ahead, because each of several equal calls needs its own result.
         same = [node for node in self._graph.nodes if node.target in targets and not self._why_not(node)]
         needed |= {*same, *_inputs(same)}
         nodes = [node for node in self._graph.nodes if node in needed]
@@ -160,16 +159,16 @@ def compute(
     modules: Mapping[str, Callable[..., Any]],
     values: Mapping[fx.Node, Any],
 ) -> Any:
-    """The value of one of a plan's nodes.
+    """Compute the value of a node of a plan.
 
     Args:
-        node: the node; `values` has all that it needs.
+        node: the node.
         batch: the argument of the next forward.
         model: the traced model.
         modules: the function to call for each preprocessing module, by FQN.
-        values: values of the nodes before.
+        values: the values of all nodes that this one needs.
     """
-    if node.op == "placeholder":  # Forward is called with the batch alone; the others have defaults.
+    if node.op == "placeholder":  # Only the batch is passed to forward; its other arguments have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
     if node.op == "get_attr":
         return tensor_of(model, node)
@@ -181,7 +180,7 @@ def compute(
 
 
 def arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a node, with new containers as the traced code would make them."""
+    """The arguments of a node, in new containers as the traced code would make them."""
     return [_argument(a, values) for a in node.args], {k: _argument(v, values) for k, v in node.kwargs.items()}
 
 
@@ -223,12 +222,12 @@ _TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file_
 
 
 def trace(model: nn.Module) -> fx.Graph:
-    """The graph of a model's forward, in the mode it is in; the model and random numbers are as they were."""
-    # Compiled modules are traced too, whatever they are set to say to that.
+    """Trace a model's forward in its current mode, without changing the model or random states."""
+    # Trace compiled modules too, even if torch.compile is configured to refuse that.
     with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_preserved(), _preserved(model):
         graph: fx.Graph = _Tracer().trace(model)
         for node in graph.nodes:
-            if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
+            if node.op == "get_attr":  # Tensors that forward creates only exist until the trace ends.
                 node.meta["tensor"] = operator.attrgetter(node.target)(model)
         return graph
 
@@ -251,7 +250,7 @@ def _preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and those within, but for compiled ones, and for sharded ones: their buffers may be very large."""
+    """A module and its submodules, except scripted ones, and sharded ones, whose buffers may be very large."""
     if not isinstance(module, ShardedModule | torch.jit.ScriptModule):
         yield module
         for child in module.children():
@@ -259,15 +258,15 @@ def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
-    """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
+    """Traces into modules that contain sharded ones or have TorchRec's mark for tracing; others are leaves."""
 
     def create_arg(self, argument: Any) -> Any:
-        """Replace an argument that torch.fx cannot hold, instead of failing."""
+        """Replace an argument that torch.fx does not support by an `OpaqueArgument`, instead of failing."""
         if _loses_its_type(argument):
             return OpaqueArgument(type(argument).__name__)
         try:
             return super().create_arg(argument)
-        except Exception:  # noqa: BLE001  # Types can refuse to be held, each in its way.
+        except Exception:  # noqa: BLE001  # The argument's own type may raise anything.
             return OpaqueArgument(type(argument).__name__)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
@@ -276,7 +275,7 @@ class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followe
 
 
 def _loses_its_type(argument: Any) -> bool:
-    """Whether torch.fx makes a plain container of this one: torch.Size becomes a tuple, OrderedDict a dict."""
+    """Whether torch.fx turns a container into a plain one: torch.Size into a tuple, OrderedDict into a dict."""
     plain = type(argument) in (tuple, list, dict) or hasattr(argument, "_fields")
     return isinstance(argument, tuple | list | dict) and not plain
 
@@ -287,13 +286,13 @@ def _has_sharded(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class OpaqueArgument:
-    """Stands in a trace for an argument of this type, which torch.fx cannot hold."""
+    """Replaces an argument in a trace whose type torch.fx does not support."""
 
     kind: str
 
 
 def opaque_arguments(argument: Any) -> Iterator[OpaqueArgument]:
-    """The opaque arguments within the arguments of a node."""
+    """The opaque arguments inside the arguments of a node."""
     if isinstance(argument, OpaqueArgument):
         yield argument
     elif isinstance(argument, dict):
@@ -306,14 +305,14 @@ def opaque_arguments(argument: Any) -> Iterator[OpaqueArgument]:
 
 
 def place_of(error: Exception) -> str:
-    """File and line of the model's own code that raised an error, or called code that did."""
+    """File and line of the innermost frame of the model's own code in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
 
 
 def tensor_of(model: nn.Module, node: fx.Node) -> Any:
-    """A tensor of the model as it is now, or as it was in the trace if it existed only then."""
+    """The current tensor of the model, or that of the trace if it only existed then."""
     try:
         return operator.attrgetter(str(node.target))(model)
     except AttributeError:

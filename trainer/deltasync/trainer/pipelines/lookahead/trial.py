@@ -1,4 +1,4 @@
-"""Tries a plan on copies: whether calls ahead of forward have effects beside their results."""
+"""Tries a plan on copies, to find calls that have side effects."""
 
 import copy
 import pickle
@@ -27,15 +27,15 @@ _TENSORS = (torch.Tensor, JaggedTensor, KeyedJaggedTensor)
 def why_not_early(plan: LookAheadPlan, model: nn.Module, batch: Any) -> dict[str, str]:
     """Why preprocessing modules must not be called ahead of forward, by FQN.
 
-    Called early, they would change values that they or others still need, or draw random numbers out of turn. This
-    calls each module once, with this batch; a module may still do so with a later batch.
+    A module must not change values that it or other modules still need, or draw random numbers out of turn. This
+    calls each module once, with this batch, so it misses side effects that only occur with a later batch.
     """
     try:
         batch = copy.deepcopy(batch)
-    except Exception as error:  # noqa: BLE001  # Anything can refuse to be copied, each in its way.
+    except Exception as error:  # noqa: BLE001  # The copied objects may raise anything.
         return dict.fromkeys(plan.preprocessing, _no_copy(error))
     try:
-        modules = copy.deepcopy(plan.preprocessing)  # Together: they may share what they have.
+        modules = copy.deepcopy(plan.preprocessing)  # In one call, because modules may share objects.
     except Exception as error:  # noqa: BLE001  # As above.
         return _why_not_copied(plan.preprocessing) or dict.fromkeys(plan.preprocessing, _no_copy(error))
     reasons: dict[str, str] = {}
@@ -76,18 +76,18 @@ def _described(error: Exception) -> str:
 
 
 class _CallEffects:
-    """The effects of a module's call beside its result."""
+    """Detects side effects of a module's call."""
 
     def __init__(self, module: nn.Module | None, inputs: Any) -> None:
         self._module, self._inputs = module, [tensor for _, tensor in tensors_in(inputs)]
         self._versions, self._random = [version(tensor) for tensor in self._inputs], random_states()
-        if module is not None:  # Empty containers count as false.
+        if module is not None:  # Do not test truth, because an empty container module is false.
             self._state, self._fingerprint = ModuleState.of(module), Fingerprint(module)
 
     def changes(self) -> str:
-        """The effect of the call in words; empty if there is none."""
+        """A description of the side effect; empty if there is none."""
         if random_states() != self._random:
-            return "it draws random numbers, which others would then get instead"
+            return "it draws random numbers, which would change those that other code gets"
         if [version(tensor) for tensor in self._inputs] != self._versions:
             return "it writes to its input"
         if self._module is None:
@@ -100,12 +100,12 @@ class _CallEffects:
 class Fingerprint:
     """Digests of each attribute and buffer of a module and its submodules, as pickling would write them.
 
-    Of tensors, the memory and the number of writes count. Functions, classes, and objects that cannot be pickled
-    always count as the same. May take as long as pickling the module.
+    Tensors are compared by their memory and number of writes. Functions, classes, and objects that cannot be
+    pickled are only compared by identity. May take as long as pickling the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # Alive for as long as digests are compared, or another object could get the address of one of these.
+        # Keep the objects alive while digests are compared, or another object could get the same address.
         self._alive: list[Any] = []
         self._digests = {
             f"{prefix}.{name}".removeprefix("."): self._digest(value)
@@ -114,7 +114,7 @@ class Fingerprint:
         }
 
     def changed(self, before: "Fingerprint") -> str:
-        """The name of an attribute that is another one than before; empty if there is none."""
+        """The name of an attribute that has changed since an earlier fingerprint; empty if there is none."""
         names = {**before._digests, **self._digests}
         return next((name for name in names if self._digests.get(name) != before._digests.get(name)), "")
 
@@ -125,28 +125,28 @@ class Fingerprint:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes and buffers, but for those that torch gives to every module."""
+    """A module's own attributes and buffers, except the attributes that torch gives to every module."""
     if isinstance(module, torch.jit.ScriptModule):
         for name in module._concrete_type.get_attributes():
             yield name, module._c.getattr(name)
-    elif not isinstance(module, OptimizedModule):  # Which has attributes of torch.compile alone.
+    elif not isinstance(module, OptimizedModule):  # Its only attributes are those of torch.compile.
         yield from ((name, value) for name, value in vars(module).items() if name not in OF_TORCH)
         yield from module._buffers.items()
 
 
 class _Known:
-    """Written by the pickler in place of an object that it does not take apart."""
+    """Replaces an object whose parts the pickler does not write."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes bytes that differ between states of an object; they cannot be unpickled."""
+    """Writes bytes that differ between states of an object, but cannot be unpickled."""
 
     def __init__(self, digest: Any, alive: list[Any]) -> None:
         super().__init__(SimpleNamespace(write=digest.update), protocol=5)
         self._alive = alive
 
     def reducer_override(self, value: Any) -> Any:
-        """How to write all that is not plain: neither a number, a string nor a plain container."""
+        """Say how to write an object that is not a number, a string or a plain container."""
         if value is _Known:
             return NotImplemented
         self._alive.append(value)
@@ -158,7 +158,7 @@ class _Pickler(pickle.Pickler):
             return _Known, tuple(value.get_state().tolist())
         try:
             reduced = value.__reduce_ex__(5)
-        except Exception:  # noqa: BLE001  # Anything can refuse to be pickled, each in its way.
+        except Exception:  # noqa: BLE001  # The object may raise anything.
             reduced = None
         return reduced if isinstance(reduced, tuple) else (_Known, (id(value),))
 
@@ -166,5 +166,5 @@ class _Pickler(pickle.Pickler):
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     try:
         return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype), version(tensor)
-    except RuntimeError:  # Those without memory that is theirs: sparse ones, and stand-ins.
+    except RuntimeError:  # The tensor has no memory of its own, for example a sparse or a fake tensor.
         return id(tensor), version(tensor)
