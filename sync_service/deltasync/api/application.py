@@ -19,6 +19,7 @@ from deltasync.api.model_routes import delete_routes, model_routes, table_routes
 from deltasync.api.operation_routes import Collaborators, checkpoint_routes, operation_routes, process_routes
 from deltasync.api.overview_routes import event_routes, lag_routes, log_routes, overview_routes
 from deltasync.api.requests import take_inputs
+from deltasync.api.version_routes import version_routes
 from deltasync.base.errors import NotFound, NotPermitted
 from deltasync.base.process import built_version
 from deltasync.cluster.owners import Owners
@@ -70,6 +71,7 @@ def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
         checkpoint_routes(models, on.checkpoints),
         log_routes(on.events),
         operation_routes(on),
+        version_routes(on.versions, on.draining),
     )
     # `include_router` would make each route twice.
     app.router.routes += [route for router in routers for route in router.routes]

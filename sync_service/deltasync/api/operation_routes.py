@@ -23,6 +23,7 @@ from deltasync.service.fsck import Checked, check_service
 from deltasync.service.hosting import drain_process
 from deltasync.service.models import Models
 from deltasync.service.operators import Brake, Removals, verify_replica
+from deltasync.service.versions import Versions
 from deltasync.views.registry import ViewRegistry
 
 
@@ -35,6 +36,7 @@ class Collaborators:
     consumers: Consumers
     views: ViewRegistry
     checkpoints: Checkpoints
+    versions: Versions
     removals: Removals
     brake: Brake
     data_dir: Path

@@ -315,6 +315,7 @@ def routes_of(service: Service) -> Collaborators:
         consumers=service.consumers,
         views=service.views,
         checkpoints=service.checkpoints,
+        versions=service.versions,
         removals=service.removals,
         brake=service.brake,
         data_dir=service.options.data_dir,

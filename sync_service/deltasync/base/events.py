@@ -138,7 +138,11 @@ class EventKind(Enum):
         "A cut with suspicious rows was sealed, and the consumers of its model were paused.",
     )
     VERSION_KEPT = "version_kept", logging.INFO, "A version of a model was kept; names who did it."
-    VERSION_RELEASED = "version_released", logging.INFO, "A version of a model is no longer kept; names who did it."
+    VERSION_RELEASED = (
+        "version_released",
+        logging.INFO,
+        "A version of a model is no longer kept; names who did it.",
+    )
     MODEL_DELETED = "model_deleted", logging.WARNING, "An operator deleted a model."
     TABLE_DELETED = "table_deleted", logging.WARNING, "An operator deleted a table."
     DELETE_REQUESTED = "delete_requested", logging.INFO, "An operator asked for rows to be deleted."

@@ -424,7 +424,9 @@ class CheckpointStore:
         manifests = {each.name for each in self._stored_manifests(place)}
         if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
             self.release(kept)
-            raise StorageFailed(f"{kept.words} of model {self._model!r} is too old to keep: its files were removed")
+            raise StorageFailed(
+                f"{kept.words} of model {self._model!r} is too old to keep: its files were removed"
+            )
 
     def release(self, kept: KeptVersion) -> None:
         """No longer keep a checkpoint. `remove_old` removes its files.
@@ -468,8 +470,8 @@ class CheckpointStore:
         """Remove old checkpoints, and then files that no remaining one names, in the local or the remote place.
 
         It keeps the newest `keep` checkpoints that are complete there, those written at most `keep_seconds`
-        before the newest, kept versions, and the last two that this process loaded or wrote, since the log may begin after the
-        older one. Files in use stay. Ages come from the clock of the place.
+        before the newest, those of kept versions, and the last two that this process loaded or wrote, since the
+        log may begin after the older one. Files in use stay. Ages come from the clock of the place.
 
         Raises:
             StorageFailed: the place could not be read or written; the rest is removed next time.

@@ -356,7 +356,7 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     type=click.FloatRange(1),
     default=None,
     show_default="only `deltasync versions keep`",
-    help="Keep a version of each changed model this often, for consumers to follow.",
+    help="Keep a version of each changed model this often.",
 )
 @click.option(
     "--keep-last",

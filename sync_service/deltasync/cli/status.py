@@ -42,7 +42,7 @@ def status(service: Endpoint, watch: bool, as_json: bool) -> None:
       bytes       size of the tables
       rows sent   rows published since the service started
       trouble     what keeps cuts from being sealed or applied
-    consumers: see `deltasync lag --help`; cuts: see `deltasync versions --help`
+    consumers: see `deltasync lag --help`; cuts: see `deltasync cuts --help`
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -125,7 +125,7 @@ _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 @watch_option
 @json_option
 @operator_options()
-def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
+def cuts(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show the last versions of MODEL, or of every model, with the time of each phase.
 
     \b

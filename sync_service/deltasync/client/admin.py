@@ -212,6 +212,41 @@ class Admin:
         """
         return self._object("POST", f"{_model(model)}/checkpoint", None, timeout_seconds)
 
+    def keep_version(self, model: str, name: str = "", timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
+        """Keep the newest version of a model: write a checkpoint that stays until the version is released.
+
+        Args:
+            model: the model.
+            name: a name for the version; may be empty.
+            timeout_seconds: maximum duration.
+
+        Returns:
+            The kept version.
+
+        Raises:
+            NotFound: no such model, or nothing of it is published.
+            Contradiction: another kept version of the model has the name.
+            StorageFailed: the checkpoint could not be written or copied.
+        """
+        return self._object("POST", f"{_model(model)}/versions", {"name": name}, timeout_seconds)
+
+    def kept_versions(self, model: str) -> list[dict[str, Any]]:
+        """The kept versions of a model, oldest first.
+
+        Raises:
+            NotFound: no such model.
+        """
+        lines: list[dict[str, Any]] = self._ask("GET", f"{_model(model)}/versions")
+        return lines
+
+    def release_version(self, model: str, version: str | int) -> None:
+        """No longer keep a version of a model, named by its name or number.
+
+        Raises:
+            NotFound: no such model, or no such kept version.
+        """
+        self._ask("DELETE", f"{_model(model)}/versions/{quote(str(version), safe='')}")
+
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
         """Move a model to another process of the service. The service writes a checkpoint first.
 

@@ -4,15 +4,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
-from deltasync.base.words import listed
 from deltasync.checkpoints.kept import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import File
 from deltasync.consumers.pause import ITSELF
-from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
@@ -21,27 +18,11 @@ from deltasync.service.options import ServiceOptions
 _LOOK_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class KeptLine:
-    """A kept version, and the bytes of the files that only it still needs."""
-
-    kept: KeptVersion
-    own_bytes: int
-
-
 class Versions:
     """Keeps and releases versions of the models of this process. Used in the event loop; `by` names the caller."""
 
-    def __init__(
-        self,
-        models: Models,
-        registry: ConsumerRegistry,
-        checkpoints: Checkpoints,
-        options: ServiceOptions,
-        events: Events,
-    ) -> None:
+    def __init__(self, models: Models, checkpoints: Checkpoints, options: ServiceOptions, events: Events) -> None:
         self._models = models
-        self._registry = registry
         self._checkpoints = checkpoints
         self._options = options
         self._events = events
@@ -84,8 +65,8 @@ class Versions:
         self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model, version=kept.version, by=by)
         return kept
 
-    async def kept(self, model: str) -> list[KeptLine]:
-        """The kept versions of a model, oldest first.
+    async def kept(self, model: str) -> list[tuple[KeptVersion, int]]:
+        """The kept versions of a model, oldest first, each with the bytes of the files that nothing else needs.
 
         Raises:
             NotFound: there is no such model.
@@ -94,21 +75,11 @@ class Versions:
         serving = self._models.model(model)
         return await asyncio.to_thread(_lines, serving)
 
-    async def find(self, model: str, reference: str) -> KeptVersion:
-        """The kept version of a model with a name or a number.
-
-        Raises:
-            NotFound: there is no such model, or no such kept version of it.
-            StorageFailed: the checkpoints cannot be read at present.
-        """
-        return find_kept(await self._kept(self._models.model(model)), model, reference)
-
     async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
         """No longer keep a version. Its files are removed with the next checkpoint.
 
         Raises:
             NotFound: there is no such model, or no such kept version of it.
-            Contradiction: a consumer follows it.
             StorageFailed: the checkpoints could not be read or written.
         """
         serving = self._models.model(model)
@@ -117,19 +88,8 @@ class Versions:
         return kept
 
     async def _release(self, model: Model, kept: KeptVersion, by: str) -> None:
-        async with self._models.changing:  # No consumer begins to follow it meanwhile.
-            if names := self.followers(kept):
-                raise Contradiction(
-                    f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow another "
-                    "version first (deltasync consumers follow)"
-                )
-            await asyncio.to_thread(model.checkpoints.release, kept)
+        await asyncio.to_thread(model.checkpoints.release, kept)
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
-
-    def followers(self, kept: KeptVersion) -> list[str]:
-        """The names of the consumers that follow a kept version."""
-        consumers = self._registry.of_model(kept.model)
-        return sorted(each.name for each in consumers if each.follows and each.follows.kept.id == kept.id)
 
     async def run(self) -> None:
         """Keep and release versions by schedule, until cancelled. Failures are reported, and tried again."""
@@ -152,8 +112,7 @@ class Versions:
             if not before or before[-1].seal.checksum != model.position.seal:
                 await self.keep(model.name)
             for each in outdated(await self._kept(model), self._options, time.time_ns()):
-                if not self.followers(each):
-                    await self._release(model, each, ITSELF)
+                await self._release(model, each, ITSELF)
         except DeltasyncError as error:
             text = "a version could not be kept or released by schedule; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
@@ -172,11 +131,10 @@ def outdated(versions: Sequence[KeptVersion], options: ServiceOptions, now_unix_
     return [each for each in beyond if each.kept_unix_ns <= old_ns]
 
 
-def _lines(model: Model) -> list[KeptLine]:
+def _lines(model: Model) -> list[tuple[KeptVersion, int]]:
     store, kept = model.checkpoints, model.checkpoints.kept()
     files = {each.id: set(store.manifest_of(each.id).files) for each in kept}
     newest = set(model.checkpointed.files) if model.checkpointed else set[File]()
     uses = Counter(file for some in files.values() for file in some)
-    return [
-        KeptLine(each, sum(file.bytes for file in files[each.id] - newest if uses[file] == 1)) for each in kept
-    ]
+    own = {id: sum(file.bytes for file in some - newest if uses[file] == 1) for id, some in files.items()}  # noqa: A001
+    return [(each, own[each.id]) for each in kept]

@@ -69,7 +69,7 @@ def test_the_newest_checkpoints_are_listed(tmp_path: Path) -> None:
     [
         (["lag", "predictors"], "/consumers/predictors/lag"),
         (["lag"], "/lag"),
-        (["versions"], "/versions"),
+        (["cuts"], "/versions"),
         (["events"], "/events?last=20"),
         (["consumers", "list"], "/consumers"),
         (["tables", "list"], "/tables"),
@@ -121,7 +121,7 @@ def test_tables_are_listed(service: RunningService) -> None:
     assert [line[1] for line in lines] == ["table", "user", "item"]
 
 
-@pytest.mark.parametrize("command", [("tables", "list"), ("versions",)])
+@pytest.mark.parametrize("command", [("tables", "list"), ("cuts",)])
 def test_a_model_that_there_is_not_is_an_error(service: RunningService, command: tuple[str, ...]) -> None:
     code, out, err = deltasync(*command, "clocks", "--service", service.http)
     assert (code, out) == (1, "")

@@ -12,7 +12,7 @@ LISTS = (
     ["status"],
     ["lag"],
     ["events"],
-    ["versions"],
+    ["cuts"],
     ["consumers", "list"],
     ["tables", "list"],
     ["replicas", "list"],

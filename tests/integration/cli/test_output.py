@@ -22,7 +22,7 @@ LISTS = [
         ["status"],
         ["lag"],
         ["lag", "predictors"],
-        ["versions"],
+        ["cuts"],
         ["events"],
         ["consumers", "list"],
         ["tables", "list"],
@@ -104,7 +104,7 @@ def hostile(answer: Any) -> Any:
     [
         ["lag", "\udcff"],
         ["replicas", "list", "\udcff"],
-        ["versions", "\udcff"],
+        ["cuts", "\udcff"],
         ["tail", "\udcff"],
         ["verify", "\udcff"],
         ["consumers", "create", "\udcff", "--model", "clicks"],

@@ -52,7 +52,7 @@ RUN = {
     "sync_service/docs/security.md": ["access", "guarded", "client", "status"],
     "sync_service/docs/cluster.md": ["broker", "processes", "publisher", "move"],
     "sync_service/docs/operating.md": [
-        *("deltasync.toml", "serve", "token", "lag", "pause", "delete", "checkpoint", "backup", "fsck"),
+        *("deltasync.toml", "serve", "token", "lag", "pause", "delete", "checkpoint", "keep", "backup", "fsck"),
     ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "publisher"],
@@ -299,6 +299,10 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
+        kept, listed, released = visitor.shell(OPERATING.block("keep"))
+        assert "is kept as before-launch" in kept
+        assert "before-launch" in listed
+        assert "no longer kept" in released
         backed_up, restored = visitor.shell(OPERATING.block("backup"))
         assert "is complete" in backed_up
         assert "clicks at version 1" in restored

@@ -85,7 +85,7 @@ def service() -> Iterator[Processes]:
 
 
 LISTS = [
-    ("lag",), ("consumers", "list"), ("tables", "list"), ("versions",), ("events",), ("replicas", "list"),
+    ("lag",), ("consumers", "list"), ("tables", "list"), ("cuts",), ("events",), ("replicas", "list"),
     ("checkpoints",),
 ]  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""Kept versions over HTTP."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from deltasync.access.roles import author
+from deltasync.api.requests import json_object, text_of, while_wanted
+from deltasync.checkpoints.kept import KeptVersion
+from deltasync.service.versions import Versions
+
+
+@dataclass(frozen=True)
+class KeptLine:
+    """A kept version.
+
+    `name` may be empty. Times are nanoseconds since 1970; `event_time_unix_ns` is the time of the newest event on
+    which it was trained, null if unknown. `bytes` is the size of the files of its checkpoint, and `own_bytes` the
+    size of those that nothing else needs.
+    """
+
+    model: str
+    version: int
+    name: str
+    step: int
+    event_time_unix_ns: int | None
+    kept_unix_ns: int
+    by: str
+    bytes: int
+    own_bytes: int
+
+
+def version_routes(versions: Versions, draining: asyncio.Event) -> APIRouter:
+    """The routes of kept versions."""
+    router = APIRouter()
+
+    @router.get("/models/{name}/versions")
+    async def kept_versions(name: str) -> list[KeptLine]:
+        """The kept versions of a model, oldest first."""
+        return [_line(kept, own_bytes) for kept, own_bytes in await versions.kept(name)]
+
+    @router.post("/models/{name}/versions", openapi_extra=_KEEP)
+    async def keep(name: str, request: Request) -> KeptLine:
+        """Keep the newest version of a model. Needs role admin."""
+        kept_name = text_of(await json_object(request, ("name",), optional=True), "name", "")
+        kept = await while_wanted(request, draining, versions.keep(name, kept_name, author()))
+        return _line(kept, 0)
+
+    @router.delete("/models/{name}/versions/{version}", status_code=204)
+    async def release(name: str, version: str) -> None:
+        """No longer keep a version, named by its name or number. Needs role admin."""
+        await versions.release(name, version, author())
+
+    return router
+
+
+def _line(kept: KeptVersion, own_bytes: int) -> KeptLine:
+    return KeptLine(
+        model=kept.model,
+        version=kept.version,
+        name=kept.name,
+        step=kept.seal.step,
+        event_time_unix_ns=kept.seal.event_time_unix_ns,
+        kept_unix_ns=kept.kept_unix_ns,
+        by=kept.by,
+        bytes=kept.bytes,
+        own_bytes=own_bytes,
+    )
+
+
+_KEEP: dict[str, Any] = {
+    "requestBody": {
+        "required": False,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "description": "A name, which lasts until release."}
+                    },
+                    "additionalProperties": False,
+                },
+                "example": {"name": "before-launch"},
+            }
+        },
+    }
+}

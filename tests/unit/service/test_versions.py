@@ -1,0 +1,89 @@
+"""Versions of a model that a service keeps, by request and by schedule."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.local_service import publish, send
+from tests.support.seals import sealed
+from tests.support.wire import part
+from tests.unit.support.async_tests import in_service
+
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound
+from deltasync.base.events import Event, EventKind
+from deltasync.checkpoints.kept import KeptVersion
+from deltasync.cuts.session import PublishSession
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
+from deltasync.service.versions import outdated
+
+MODEL = "clicks"
+
+
+async def cut(session: PublishSession, step: int) -> None:
+    await send(session, part(step, [(0, [step], np.full((1, 4), step, np.float32))]))
+    await session.coordinator.settled()
+
+
+@in_service()
+async def test_the_newest_version_is_kept_under_a_name_and_released(service: Service) -> None:
+    heard = list[Event]()
+    service.events.listen(heard.append)
+    with pytest.raises(NotFound, match="no model 'clicks'"):
+        await service.versions.keep(MODEL)
+    session = await publish(service)
+    await cut(session, 2)
+    kept = await service.versions.keep(MODEL, "good", "me")
+    assert (kept.version, kept.name, kept.by, kept.seal) == (2, "good", "me", service.models[MODEL].seals.newest)
+    await cut(session, 3)
+    with pytest.raises(Contradiction, match="has a kept version 'good', version 2: use another name"):
+        await service.versions.keep(MODEL, "good")
+    with pytest.raises(InvalidInput, match="neither a number nor 'live'"):
+        await service.versions.keep(MODEL, "7")
+    later = await service.versions.keep(MODEL)
+    listed = await service.versions.kept(MODEL)
+    assert [each for each, _ in listed] == [kept, later]
+    assert all(own <= each.bytes for each, own in listed)
+    with pytest.raises(NotFound) as error:
+        await service.versions.release(MODEL, "2.5")
+    assert error.value.detail == "; kept versions: 3, good"
+    assert await service.versions.release(MODEL, "good") == kept
+    assert [each for each, _ in await service.versions.kept(MODEL)] == [later]
+    kinds = [event.kind for event in heard if event.kind in (EventKind.VERSION_KEPT, EventKind.VERSION_RELEASED)]
+    assert kinds == [EventKind.VERSION_KEPT] * 2 + [EventKind.VERSION_RELEASED]
+
+
+@in_service(keep_every_seconds=0.001, keep_last=2)
+async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.versions._LOOK_SECONDS", 0.001)
+    session = await publish(service)
+    named = await service.versions.keep(MODEL, "mine")
+    running = asyncio.create_task(service.versions.run())
+    try:
+        for step in (2, 3, 4, 5):
+            await cut(session, step)
+            while [each.version for each, _ in await service.versions.kept(MODEL)][-1] != step:
+                await asyncio.sleep(0.001)
+        while len(found := [each for each, _ in await service.versions.kept(MODEL)]) > 3:
+            await asyncio.sleep(0.001)
+    finally:
+        running.cancel()
+    assert found[0] == named
+    assert [each.version for each in found[1:]] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_for_seconds", "old"), [(2, 0.0, [1, 2]), (5, 0.0, []), (1, 2.5, [1]), (1, 9.0, [])]
+)
+def test_versions_of_the_schedule_are_outdated_by_number_and_age(
+    tmp_path: Path, keep_last: int, keep_for_seconds: float, old: list[int]
+) -> None:
+    options = ServiceOptions(data_dir=tmp_path, keep_last=keep_last, keep_for_seconds=keep_for_seconds)
+    version = KeptVersion(model=MODEL, name="", id="i", seal=sealed(1), bytes=1, kept_unix_ns=0, by="me")
+    kept = [replace(version, seal=sealed(each), kept_unix_ns=int(each * 1e9)) for each in (1, 2, 3, 4)]
+    named = replace(version, name="mine")
+    assert [each.version for each in outdated([named, *kept], options, int(4e9))] == old
