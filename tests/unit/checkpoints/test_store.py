@@ -34,7 +34,7 @@ class Elsewhere(Place):
 
     def list_as_now(self) -> None:
         """Go on giving the listing that it has now."""
-        folders = (f"{MODEL}/manifests", f"{MODEL}/data")
+        folders = (f"{MODEL}/manifests", f"{MODEL}/data", f"{MODEL}/kept")
         self._old = {folder: self.names(folder) for folder in folders}
 
     def put(self, name: str, content: bytes | memoryview) -> None:
