@@ -84,6 +84,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("PUT", "/consumers/{name}/policy"): _ADMIN,
     ("DELETE", "/consumers/{name}"): _ADMIN,
     ("PUT", "/consumers/{name}/pause"): _ADMIN,
+    ("PUT", "/consumers/{name}/version"): _ADMIN,
     ("DELETE", "/consumers/{name}/pause"): _ADMIN,
     ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
     ("POST", "/consumers/{name}/replicas/{replica}/verify"): _ADMIN,

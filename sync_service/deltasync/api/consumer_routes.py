@@ -19,7 +19,11 @@ from deltasync.service.operators import Brake, Removals
 
 @dataclass(frozen=True)
 class ConsumerLine:
-    """A consumer in a list. `paused` has the time, author and reason of a pause, and is empty without one."""
+    """A consumer in a list.
+
+    `paused` has the time, author and reason of a pause, and is empty without one. `follows` has the kept version
+    that it follows, the time and the author; it is empty for the newest version.
+    """
 
     consumer: str
     model: str
@@ -27,6 +31,25 @@ class ConsumerLine:
     connected: int
     policy: dict[str, Any]
     paused: str
+    follows: str
+
+
+_VERSION_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "version": {"type": "string", "description": "Name or number of a kept version, or `live`."}
+                },
+                "required": ["version"],
+                "additionalProperties": False,
+            },
+            "example": {"version": "before-launch"},
+        }
+    },
+}
 
 
 _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "The consumer was created."}}
@@ -88,6 +111,12 @@ def consumer_routes(
         """Resume a paused consumer. Its replicas get the current rows. Needs role admin."""
         return _line(await brake.release(name, author()))
 
+    @routes.put("/{name}/version", openapi_extra={"requestBody": _VERSION_BODY})
+    async def follow(name: str, request: Request) -> ConsumerLine:
+        """Let a consumer follow a kept version, or "live". Needs role admin."""
+        version = text_of(await json_object(request, ("version",)), "version")
+        return _line(await consumers.follow(name, version, author()))
+
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:
         """Forget a replica that is away; the lag no longer includes it. Needs role admin."""
@@ -101,7 +130,8 @@ def _line(consumer: Consumer) -> ConsumerLine:
     connected = sum(replica.stream is not None for replica in fleet)
     policy = consumer.policy.as_dict()
     paused = consumer.pause.words if consumer.pause else ""
-    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused)
+    follows = consumer.follows.words if consumer.follows else ""
+    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused, follows)
 
 
 def _is_owned(owners: Owners, model: str) -> bool:

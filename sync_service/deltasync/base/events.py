@@ -90,6 +90,11 @@ class EventKind(Enum):
         logging.INFO,
         "A consumer was created, deleted, or given another policy; names who did it.",
     )
+    CONSUMER_FOLLOWS = (
+        "consumer_follows",
+        logging.WARNING,
+        "A consumer follows a kept version, or the newest one again; names who did it.",
+    )
     CONSUMER_PAUSED = (
         "consumer_paused",
         logging.WARNING,

@@ -8,7 +8,7 @@ share files with each other and with other checkpoints.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from deltasync.base.arguments import check_name
@@ -16,7 +16,6 @@ from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.base.words import listed
 from deltasync.checkpoints.manifest import pack_checked, unpack_checked
 from deltasync.core.seal import Seal
-from deltasync.log.records import seal_of_record, seal_record
 
 KEPT = "kept"
 _NUMBER = re.compile(r"[0-9]+")
@@ -67,12 +66,13 @@ def pack_kept(kept: KeptVersion) -> bytes:
 
 def kept_record(kept: KeptVersion) -> dict[str, Any]:
     """The record of a kept version."""
-    return {**vars(kept), "seal": seal_record(kept.seal)}
+    return asdict(kept)
 
 
 def kept_of_record(record: Mapping[str, Any]) -> KeptVersion:
     """The kept version that a record describes."""
-    return KeptVersion(**{**record, "seal": seal_of_record(record["seal"])})
+    seal = Seal(**{**record["seal"], "whole": tuple(record["seal"]["whole"])})
+    return KeptVersion(**{**record, "seal": seal})
 
 
 def unpack_kept(name: str, stored: bytes) -> KeptVersion:

@@ -158,6 +158,24 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     say(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
 
 
+@consumers.command("follow", context_settings=CONTEXT)
+@click.argument("name")
+@click.option("--version", default="", metavar="VERSION", help="Name or number of a kept version of its model.")
+@click.option("--live", is_flag=True, help="Follow the newest version again.")
+@operator_options(changes=True)
+def follow_version(name: str, version: str, live: bool, service: Endpoint) -> None:
+    """Let the replicas of consumer NAME hold exactly a kept version while training continues.
+
+    An older version is a rollback: the replicas get the rows that differ, whatever the policy holds back. The
+    service needs memory for one more copy of the tables while it makes the release, and from then on for the rows
+    of a consumer without a policy.
+    """
+    if bool(version) == live:
+        raise click.UsageError("name a version with --version, or use --live")
+    Admin(service).follow_version(name, "live" if live else version)
+    say(f"consumer {name} follows {'the newest version' if live else f'version {version}'}")
+
+
 @consumers.command("pause", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--reason", default="", show_default=False, help="Reason to show in the consumer's lag.")

@@ -89,6 +89,18 @@ class Admin:
         """
         self._ask("DELETE", f"{_consumer(name)}/pause")
 
+    def follow_version(self, consumer: str, version: str | int) -> None:
+        """Let a consumer's replicas get exactly a kept version until it follows another one.
+
+        Args:
+            consumer: the name of the consumer.
+            version: the name or number of a kept version of its model; "live" = the newest version again.
+
+        Raises:
+            NotFound: no such consumer, or no such kept version.
+        """
+        self._ask("PUT", f"{_consumer(consumer)}/version", {"version": str(version)})
+
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a disconnected replica, which then no longer counts for lag.
 

@@ -9,6 +9,7 @@ from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
+from deltasync.consumers.follow import Follow
 from deltasync.consumers.pause import Pause, joined
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
@@ -190,6 +191,7 @@ class Consumer:
         rewinds: replicas that connected with rows of a discarded history since the service started.
         signal: wakes with each change of the policy, of a replica or of an offset.
         pause: the pause; None if the consumer is not paused.
+        follows: the kept version that it follows; None = the newest version.
         brake: wakes the streams that wait for the end of a pause.
         moved: whether its model has left this process.
         durations: durations of the deliveries to its replicas.
@@ -206,6 +208,7 @@ class Consumer:
     rewinds: int = 0
     signal: Signal = field(default_factory=Signal)
     pause: Pause | None = None
+    follows: Follow | None = None
     brake: Signal = field(default_factory=Signal)
     moved: bool = False
     durations: DeliveryDurations = field(default_factory=DeliveryDurations)

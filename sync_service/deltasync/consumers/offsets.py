@@ -9,7 +9,8 @@ from typing import Any
 
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import Pause, pause_of_record, pause_record
+from deltasync.consumers.follow import follow_of_record, follow_record
+from deltasync.consumers.pause import pause_of_record, pause_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore
@@ -156,10 +157,14 @@ def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
     return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
 
 
-def consumer_record(consumer: Consumer, policy: Policy, pause: Pause | None) -> dict[str, Any]:
-    """The record of a consumer with a new policy and pause, which it gets once the record is durable."""
-    created = consumer.created_unix_ns
-    return {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()} | pause_record(pause)
+def consumer_record(consumer: Consumer) -> dict[str, Any]:
+    """The record of a consumer."""
+    record = {
+        "model": consumer.model,
+        "created_unix_ns": consumer.created_unix_ns,
+        "policy": consumer.policy.as_dict(),
+    }
+    return record | pause_record(consumer.pause) | follow_record(consumer.follows)
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
@@ -167,5 +172,7 @@ def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     with reading(f"record consumer/{name}"):
         fields = unpack_json(record)
         policy = Policy.from_dict(fields["policy"])
-        pause = pause_of_record(fields)
-        return Consumer(name, fields["model"], fields["created_unix_ns"], policy, replicas, pause=pause)
+        pause, follows = pause_of_record(fields), follow_of_record(fields)
+        return Consumer(
+            name, fields["model"], fields["created_unix_ns"], policy, replicas, pause=pause, follows=follows
+        )

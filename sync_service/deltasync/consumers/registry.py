@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from deltasync.access.limits import Limits
@@ -21,6 +22,7 @@ from deltasync.base.errors import (
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.follow import Follow
 from deltasync.consumers.offsets import OffsetLog, consumer_record, offset_name, recorded_consumers
 from deltasync.consumers.pause import (
     ITSELF,
@@ -135,7 +137,7 @@ class ConsumerRegistry:
             quarantine = self.quarantine_of(model)
             pause = Pause.now(ITSELF, quarantine=quarantine) if quarantine else None
             consumer = Consumer(name, model, time.time_ns(), policy, pause=pause)
-            await self._write(consumer, policy, pause)
+            await self._write(consumer)
             self.consumers[name] = consumer
             if pause:
                 self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=name, by=pause.by)
@@ -150,7 +152,7 @@ class ConsumerRegistry:
         async with self._creating:
             consumer = self.get(name)
             if consumer.policy != policy:
-                await self._write(consumer, policy, consumer.pause)
+                await self._write(replace(consumer, policy=policy))
                 consumer.policy = policy
                 consumer.signal.wake()
             return consumer
@@ -168,8 +170,22 @@ class ConsumerRegistry:
         async with self._creating:
             consumer = self.get(name)  # It may have been deleted or resumed during the wait.
             consumer.hold(pause)
-            await self._write(consumer, consumer.policy, consumer.pause)
+            await self._write(consumer)
         return consumer
+
+    async def follow(self, name: str, follows: Follow | None) -> Consumer:
+        """Let a consumer follow a kept version, or the newest one; durable once this returns.
+
+        Raises:
+            NotFound: no consumer has that name.
+            StorageFailed: the change could not be written; nothing changed.
+        """
+        async with self._creating:
+            consumer = self.get(name)
+            await self._write(replace(consumer, follows=follows))
+            consumer.follows = follows
+            consumer.signal.wake()
+            return consumer
 
     async def hold_back(self, model: str, version: int, reason: str) -> None:
         """Put a version of a model in quarantine; durable once this returns.
@@ -189,7 +205,7 @@ class ConsumerRegistry:
                 consumer.hold(pause)
                 if before is None or before.quarantine is None:  # Otherwise it only covers one more.
                     self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=consumer.name, by=ITSELF)
-                written.append(self._write(consumer, consumer.policy, consumer.pause))
+                written.append(self._write(consumer))
             await asyncio.gather(*written)
 
     def quarantine_of(self, model: str) -> Quarantine | None:
@@ -218,11 +234,11 @@ class ConsumerRegistry:
         async with self._creating:
             consumer = self.get(name)
             pause = consumer.pause
-            await self._write(consumer, consumer.policy, None)
+            await self._write(replace(consumer, pause=None))
             try:
                 await prepare(consumer)
             except BaseException:  # Also if the caller disconnected: a restart must not end the pause.
-                await self._write(consumer, consumer.policy, consumer.pause)
+                await self._write(consumer)
                 raise
             if consumer.pause is pause:  # Otherwise it was paused again.
                 consumer.pause = None
@@ -376,8 +392,8 @@ class ConsumerRegistry:
         del consumer.replicas[replica]
         consumer.signal.wake()
 
-    def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> "asyncio.Future[None]":
-        record = pack_json(consumer_record(consumer, policy, pause))
+    def _write(self, consumer: Consumer) -> "asyncio.Future[None]":
+        record = pack_json(consumer_record(consumer))
         return asyncio.wrap_future(self._logs.of(consumer.model).put(f"consumer/{consumer.name}", record))
 
 

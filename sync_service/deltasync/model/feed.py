@@ -122,6 +122,7 @@ class Standing:
         refused: why the last cut was refused for its content; empty if it was not.
         unsaved: why the last checkpoint of the model could not be written or copied; empty if it could.
         unfit: why no table matches the consumer's policy; empty if one does.
+        newest: the version that replicas are to hold, in words.
     """
 
     history: str
@@ -140,6 +141,7 @@ class Standing:
     refused: str = ""
     unsaved: str = ""
     unfit: str = ""
+    newest: str = "the newest version"
 
 
 def nothing_published(model: str, others: Iterable[str]) -> Standing:

@@ -131,6 +131,11 @@ class Removals:
                 raise NotFound(f"model {name!r} has no table {table!r}", detail=f"; its tables: {names}")
             if maps := [each.name for each in specs if each.of == table]:
                 raise Contradiction(f"table {table!r} has maps ({', '.join(maps)}): delete them first")
+            if followers := [each.name for each in self._registry.of_model(name) if each.follows]:
+                raise Contradiction(
+                    f"table {table!r} may be in the kept version that consumers follow ({listed(followers)}): let "
+                    "them follow the newest version first (deltasync consumers follow NAME --live)"
+                )
             async with _between_cuts(coordinator):
                 if ranks := coordinator.publishing(table):
                     by_ranks = f"{_ranks(ranks)} of run {coordinator.run_id}"

@@ -91,7 +91,7 @@ class Service:
         )
         self.reloading = Reloading(self.models, self.recovery, self.events, self.draining, tasks)
         self.checkpoints = Checkpoints(self.models, self.registry, self.views, options, self.events, self.draining)
-        self.versions = Versions(self.models, self.checkpoints, options, self.events)
+        self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events)
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.words import listed
 from deltasync.checkpoints.kept import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import File
 from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
@@ -21,8 +23,16 @@ _LOOK_SECONDS = 1.0
 class Versions:
     """Keeps and releases versions of the models of this process. Used in the event loop; `by` names the caller."""
 
-    def __init__(self, models: Models, checkpoints: Checkpoints, options: ServiceOptions, events: Events) -> None:
+    def __init__(
+        self,
+        models: Models,
+        registry: ConsumerRegistry,
+        checkpoints: Checkpoints,
+        options: ServiceOptions,
+        events: Events,
+    ) -> None:
         self._models = models
+        self._registry = registry
         self._checkpoints = checkpoints
         self._options = options
         self._events = events
@@ -80,6 +90,7 @@ class Versions:
 
         Raises:
             NotFound: there is no such model, or no such kept version of it.
+            Contradiction: a consumer follows it.
             StorageFailed: the checkpoints could not be read or written.
         """
         serving = self._models.model(model)
@@ -88,8 +99,19 @@ class Versions:
         return kept
 
     async def _release(self, model: Model, kept: KeptVersion, by: str) -> None:
-        await asyncio.to_thread(model.checkpoints.release, kept)
+        async with self._models.changing:  # No consumer begins to follow it meanwhile.
+            if names := self.followers(kept):
+                raise Contradiction(
+                    f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "
+                    "another version first (deltasync consumers follow)"
+                )
+            await asyncio.to_thread(model.checkpoints.release, kept)
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
+
+    def followers(self, kept: KeptVersion) -> list[str]:
+        """The names of the consumers that follow a kept version."""
+        consumers = self._registry.of_model(kept.model)
+        return sorted(each.name for each in consumers if each.follows and each.follows.kept.id == kept.id)
 
     async def run(self) -> None:
         """Keep and release versions by schedule, until cancelled. Failures are reported, and tried again."""
@@ -112,7 +134,8 @@ class Versions:
             if not before or before[-1].seal.checksum != model.position.seal:
                 await self.keep(model.name)
             for each in outdated(await self._kept(model), self._options, time.time_ns()):
-                await self._release(model, each, ITSELF)
+                if not self.followers(each):
+                    await self._release(model, each, ITSELF)
         except DeltasyncError as error:
             text = "a version could not be kept or released by schedule; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)

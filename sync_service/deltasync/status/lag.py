@@ -166,8 +166,9 @@ class ConsumerLag:
     which may be greater than its version, and `release` describes the newest one.
     `head_seconds_behind_events` is the age of the newest training event at the head. `seconds_behind_events` minus
     that is the time from the trainer to the replicas.
-    `paused` is None unless the consumer is paused. `damages` counts damaged tables of replicas since the service
-    started.
+    `follows` has the kept version that it follows, since when and by whom; the lag then counts to that version.
+    It is empty for the newest version. `paused` is None unless the consumer is paused. `damages` counts damaged tables
+    of replicas since the service started.
     """
 
     consumer: str
@@ -187,6 +188,7 @@ class ConsumerLag:
     policy: dict[str, Any]
     head_seconds_behind_events: float | None = None
     paused: PauseLag | None = None
+    follows: str = ""
 
     @property
     def fleet(self) -> list[ReplicaLag]:
@@ -221,6 +223,8 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the last cut was refused: {standing.refused}"
     if standing.unsaved:
         reason = f"{reason}; checkpoints fail: {standing.unsaved}"
+    if consumer.follows:
+        reason = f"{reason}; follows {consumer.follows.words}"
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
         paused = PauseLag(pause.since, pause.by, pause.why, otherwise=state)
@@ -247,6 +251,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         release=_release_lag(standing.release, standing.released, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
         paused=paused,
+        follows=consumer.follows.words if consumer.follows else "",
         head_seconds_behind_events=seconds_behind(seals[-1].event_time_unix_ns, now_unix_ns) if seals else None,
     )
 
@@ -391,7 +396,7 @@ def _holding(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: 
         # The service may make another release of a version that the replicas already have.
         source = counted(lag.versions, "version") if lag.versions else "a release"
         return "behind", f"{counted(lag.rows, 'row')} of {source} not applied yet by {last}"
-    newest = "the newest version" if everything else "the newest release"
+    newest = standing.newest if everything else "the newest release"
     left = "" if everything else f"; {are(lag.rows, 'row')} postponed"
     if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:
         return "partial", f"some replicas hold only some tables of {newest}: {'; '.join(partial)}{left}"

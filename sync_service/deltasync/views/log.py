@@ -248,6 +248,12 @@ class ViewState:
         return min((each.oldest_version for each in self.backlog.values() if each.amount.rows), default=0)
 
     @property
+    def kept(self) -> str:
+        """The id of the kept version that the newest release brought replicas to; empty = the newest version."""
+        kept: str = self.record.get("kept", "")
+        return kept
+
+    @property
     def has_removed(self) -> bool:
         """Whether the model has removed a table of the view."""
         return any(table.source.removed for table in self.tables)

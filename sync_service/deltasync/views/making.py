@@ -7,12 +7,13 @@ with the same bits.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from deltasync.base.progress import Progress
+from deltasync.checkpoints.manifest import TableKey
 from deltasync.core.delivery import Delivery
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, Mask, members
@@ -21,6 +22,7 @@ from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
 from deltasync.model.feed import Backlog, RowTotals, total
+from deltasync.views.kept import delete_later_rows, key_of
 from deltasync.views.log import ViewState
 from deltasync.views.picking import DirtyRows
 from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
@@ -39,11 +41,13 @@ class ReleasePlan:
         tables: all tables, by slot.
         new: the tables that the release creates.
         growth: functions that enlarge existing tables, for the model's thread.
+        kept: the tables of the kept version from which the release is made; empty = the model's.
     """
 
     tables: tuple[ViewTable, ...]
     new: tuple[ViewTable, ...] = ()
     growth: tuple[Callable[[], None], ...] = ()
+    kept: Mapping[TableKey, StampedTable] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -64,7 +68,8 @@ class ReleasePlan:
         """
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
         for source, delivery in forms:
-            same = (table for table in there if table.source is source and table.becomes(delivery))
+            key = key_of(source)
+            same = (table for table in there if key_of(table.source) == key and table.becomes(delivery))
             if table := next(same, None):
                 growth += [table.grown(delivery)] if table.delivery != delivery else []
             else:
@@ -83,14 +88,27 @@ class Making:
         stamp: the stamp of the rows in `new`; 0 = the stamps in the model's tables.
     """
 
-    def __init__(self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str) -> None:
-        """Start with the tables of a plan, and enlarge some. Progress messages name `consumer`."""
+    def __init__(self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, version: int = 0) -> None:
+        """Start with the tables of a plan, enlarging some.
+
+        Args:
+            before: the view's state.
+            plan: the tables.
+            stamp: see the attribute.
+            consumer: the view's name, for progress messages.
+            version: the kept version, if the release is made from one.
+        """
         for grow in plan.growth:
             grow()
         self.tables = plan.tables
         self.new = plan.new
         self.stamp = stamp
         self._before = before
+        if plan.kept:
+            present = [table for table in self.tables if table not in self.new]
+            delete_later_rows(plan.kept, present, version)
+            for table in present:
+                table.compare_with(plan.kept[key_of(table.source)])
         for table in self.new:
             table.stamp = stamp
         since = before.compared_version + 1
@@ -104,6 +122,12 @@ class Making:
         self._updates = list[RowUpdate]()
         what = f"consumer {consumer!r}: reading rows of the model"
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
+
+    def let_go_kept(self, model: Iterable[StampedTable]) -> None:
+        """Return to the model's tables after a release from a kept version, whether it was made or not."""
+        live = {key_of(table): table for table in model}
+        for table in self.tables:
+            table.source = live.get(key_of(table.source), table.source)
 
     def go_on(self) -> bool:
         """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""

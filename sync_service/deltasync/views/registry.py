@@ -13,6 +13,7 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.events import EventKind, Events, error_text
 from deltasync.base.waiting import backoff, first_of
 from deltasync.consumers.consumer import Consumer
+from deltasync.consumers.follow import Follow
 from deltasync.core.policy import Policy
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogUnavailable
@@ -68,6 +69,11 @@ class ReleaseLoop:
         if not self._goes_on() or not self._connected():
             return None
         before = self._view.position
+        if follows := self._view.follows:
+            if not self._view.arrived(self._consumer.policy):
+                await self._view.go_to(follows, self._consumer.policy, lambda: self._goes_on_to(follows))
+                self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
+            return None
         await self._prepare()
         decision = due(self._consumer.policy, self._situation(), steady_ns())
         if decision.seconds == 0:
@@ -98,6 +104,9 @@ class ReleaseLoop:
     def _goes_on(self) -> bool:
         """Whether the consumer is not paused. Safe to call from any thread."""
         return self._consumer.pause is None
+
+    def _goes_on_to(self, follows: Follow) -> bool:
+        return self._goes_on() and self._view.follows is follows
 
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())
@@ -210,7 +219,7 @@ class ViewRegistry:
                 await self._add(consumer, await self._new(consumer, model))
             else:
                 await self._add(consumer, view)
-        elif not (consumer.pause or consumer.policy.sends_everything):
+        elif consumer.follows or not (consumer.pause or consumer.policy.sends_everything):
             await self._add(consumer, await self._new(consumer, model))
         self._recovering.pop(consumer.name, None)
 
@@ -228,6 +237,7 @@ class ViewRegistry:
         return View(consumer.name, model)
 
     async def _add(self, consumer: Consumer, view: View) -> None:
+        view.follow(consumer.follows)
         loop = ReleaseLoop(consumer, view, self._events)
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         view.model.signal.wake()  # This ends streams that read the model's own tables.

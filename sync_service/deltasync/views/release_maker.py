@@ -11,13 +11,14 @@ has it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.errors import StorageFailed
 from deltasync.base.words import counted
+from deltasync.checkpoints.kept import KeptVersion
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
@@ -51,11 +52,13 @@ class Wish(NamedTuple):
         policy: the consumer's policy.
         overdue_version: rows dirty since this version or longer are overdue.
         goes_on: checks, on any thread, whether to make the release after all; None = always.
+        kept: the kept version that replicas are to hold exactly; None = the model's newest version.
     """
 
     policy: Policy
     overdue_version: int
     goes_on: Callable[[], bool] | None
+    kept: KeptVersion | None = None
 
 
 class ReleaseMaker:
@@ -120,8 +123,12 @@ class ReleaseMaker:
             return
         plan = plan or ReleasePlan(self.state.tables)
         making, done = await self._model.on_thread(self._begin, plan, wish, self._resyncs)
-        while making and not done:
-            done = await self._model.on_thread(self._go_on, making, wish, self._resyncs)
+        try:
+            while making and not done:
+                done = await self._model.on_thread(self._go_on, making, wish, self._resyncs)
+        finally:
+            if making and wish.kept and not self._taking:
+                await self._model.on_thread(making.let_go_kept, list(self._model.tables))
         await self._finish()
 
     async def _finish(self) -> None:
@@ -161,8 +168,10 @@ class ReleaseMaker:
         stamp = head.number + 1 if head else seal.version + 1
         if head is None and all(table.delivery == Delivery.unchanged(table.delivery.spec) for table in plan.new):
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
-        making = Making(self.state, plan, stamp, self._consumer)
-        return making, self._go_on(making, wish, resyncs)
+        version = wish.kept.version if wish.kept else 0
+        making = Making(self.state, plan, stamp, self._consumer, version)
+        # A release from a kept version must first be known to the caller, which lets go of its tables.
+        return making, not wish.kept and self._go_on(making, wish, resyncs)
 
     def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
         """Continue a release. Return whether it has ended, made or cancelled."""
@@ -174,6 +183,8 @@ class ReleaseMaker:
         if not making.go_on():
             return False
         policy = wish.policy
+        if wish.kept:
+            seal, resyncs = wish.kept.seal, True
         # The newest cut may be applied before the event loop sees its seal.
         if resyncs or (seal.resync and seal.version > self.state.compared_version):
             policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
@@ -181,15 +192,17 @@ class ReleaseMaker:
         dirty = making.dirty(wish.overdue_version)
         picked = pick(dirty, policy)
         described = [table_record(table) for table in making.tables]
-        if self.state.head and described == self.state.described and not any(mask.any() for mask in picked.taken):
+        kept = wish.kept.id if wish.kept else ""
+        unchanged = self.state.head and described == self.state.described and self.state.kept == kept
+        if unchanged and not any(mask.any() for mask in picked.taken):
             self.state = self.state.without_dirty(seal.version)
             self._log.note(self.state.record)
             return True
-        self._take(making, picked, seal)
+        self._take(making, picked, seal, {"kept": kept, "policy": wish.policy.as_dict()} if kept else {})
         return self._go_on_updating(making)
 
-    def _take(self, making: Making, picked: Pick, seal: Seal) -> None:
-        """Start updating the rows of a release at the compared version."""
+    def _take(self, making: Making, picked: Pick, seal: Seal, kept: Mapping[str, Any]) -> None:
+        """Start updating the rows of a release at the compared version; `kept` has its kept version's fields."""
         before, made_unix_ns = self.state, time.time_ns()
         number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
         if before.head:
@@ -206,7 +219,7 @@ class ReleaseMaker:
             made_unix_ns=made_unix_ns,
             taken=taken,
             backlog=total(each.amount for each in backlog.values()),
-            reason=_reason(making, picked),
+            reason=f"brings replicas to kept version {seal.version}" if kept else _reason(making, picked),
         )
         record = {
             **head_record(head),
@@ -217,6 +230,7 @@ class ReleaseMaker:
             "rows": [len(some) for some in ids],
             "tables": [table_record(table) for table in making.tables],
             "first_version": first_version,
+            **kept,
         }
         self._taking = ViewState(making.tables, record, seal.version, backlog), ids
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.base.errors import StorageFailed
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import delivery_of_record
+from deltasync.core.policy import Policy
 from deltasync.core.position import line_of
 from deltasync.core.rows import Ids, members
 from deltasync.core.seal import release_checksum
@@ -19,6 +21,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
+from deltasync.views.kept import key_of, load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.making import Making, ReleasePlan, left_of
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
@@ -137,10 +140,12 @@ class Replay:
         if record["from"] > self.state.compared_version:
             self._nothing_dirty(record["from"])
         plan = self._plan(whole["tables"], number)
-        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner)
+        if record.get("kept"):
+            plan = self._with_kept(plan, record)
+        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner, record["version"])
         while not making.go_on():
             pass
-        making.compare_rest(version)
+        making.compare_rest(record["version"])
         by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
@@ -149,20 +154,33 @@ class Replay:
         _, _, backlog = making.begin_update(taken, number)
         while not making.go_on_updating():
             pass
-        self.state = ViewState(plan.tables, whole, version, backlog)
-        if record["compared"] > version:
+        if plan.kept:
+            making.let_go_kept(self._model.tables)
+        self.state = ViewState(plan.tables, whole, record["version"], backlog)
+        if record["compared"] > record["version"]:
             self._nothing_dirty(record["compared"])
 
     def _check(self, record: Mapping[str, Any], version: int) -> None:
         """Check that a release is the next one, made from this version of the model."""
         head, number, seal = self.state.head, record["number"], self._model.tables.seal
+        kept = bool(record.get("kept"))
         if (number, record["after"]) != ((head.number + 1, head.seal) if head else (number, 0)):
             raise _Lost(f"the log lacks releases before release {number}")
-        if record["version"] != version:
+        if record["version"] != version and not kept:
             raise _Lost(f"release {number} was made from version {record['version']}, before version {version}")
         made = record["statistics"]["made_unix_ns"]
-        if seal and head and release_checksum(head.seal, number, seal, made) != record["seal"]:
+        if seal and head and not kept and release_checksum(head.seal, number, seal, made) != record["seal"]:
             raise _Lost(f"release {number} was made from a version {version} that differs from the model's")
+
+    def _with_kept(self, plan: ReleasePlan, record: Mapping[str, Any]) -> ReleasePlan:
+        """The plan of a release that was made from a kept version, with the tables of that version."""
+        try:
+            kept = load_kept(self._model, record["kept"], Policy.from_dict(record["policy"]))
+        except (CheckpointDamaged, InvalidInput) as error:
+            raise _Lost(f"kept version {record['version']} cannot be loaded: {error}") from error
+        for table in plan.new:
+            table.source = kept[key_of(table.source)]
+        return replace(plan, kept=kept)
 
     def _nothing_dirty(self, version: int) -> None:
         """Move to a version at which no row was dirty."""

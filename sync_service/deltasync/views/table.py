@@ -231,6 +231,16 @@ class ViewTable:
         rows, changed = self.source.slots, self.source.counts.after(compared)
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
+    def lacking_of_kept(self, number: int) -> int:
+        """The rows that a replica at `number` lacks of the kept version in the table. Any thread may call it."""
+        clean, _ = self._counted
+        return self.held.slots - clean.rows + clean.after(number)
+
+    def compare_with(self, source: StampedTable) -> None:
+        """Compare all rows with another version of the same table from now on."""
+        self.source = source
+        self._counted = self._counted[0], 0
+
     # New tables, and tables that grow.
 
     def copy(self, ids: Ids) -> None:

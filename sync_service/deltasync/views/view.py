@@ -13,13 +13,16 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, confined
 from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
+from deltasync.consumers.follow import Follow
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
+from deltasync.core.seal import SealHistory
 from deltasync.core.stamped_table import StampedTable
 from deltasync.model.feed import Standing, TableStanding
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
+from deltasync.views.kept import load_kept
 from deltasync.views.log import ViewLog, ViewState
 from deltasync.views.making import ReleasePlan
 from deltasync.views.pacing import LONGEST_SECONDS
@@ -38,6 +41,7 @@ class View:
         trouble: why it does not have the tables of the policy; empty if it does.
         replay: rebuilds the view with its model; None after that, and for a new view.
         failure: the error that prevents releases and is being retried; empty if there is none.
+        follows: the kept version that replicas are to hold; None = the model's newest version.
     """
 
     def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
@@ -53,6 +57,19 @@ class View:
         self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
         self.replay = Replay(consumer, model, self._log, self.history) if record else None
         self._signal = Signal()
+        self.follows: Follow | None = None
+
+    def follow(self, follows: Follow | None) -> None:
+        """Set what replicas are to hold. They get nothing until a release has brought the view there."""
+        self.follows = follows
+        self.seals = SealHistory([follows.kept.seal]) if follows else self.model.seals
+        self._releases.forget()
+        self._signal.wake()
+
+    def arrived(self, policy: Policy) -> bool:
+        """Whether the view holds the kept version that it follows, in the policy's form."""
+        state, follows = self.state, self.follows
+        return bool(follows and state.kept == follows.kept.id and state.record["policy"] == policy.as_dict())
 
     @property
     def state(self) -> ViewState:
@@ -128,6 +145,10 @@ class View:
         unknown.
         """
         now_ns, succession = steady_ns(), self._maker.history.succession
+        if self.follows:
+            since_ns = Moment.now().after_ns(Moment(self.follows.since_unix_ns))
+            arrived = self.state.kept == self.follows.kept.id
+            return succession.behind_ns(number, now_ns) if arrived else max(1, since_ns)
         later_release_ns, age_ns = succession.behind_ns(number, now_ns), succession.age_ns(number, now_ns)
         later_version_ns = self.model.behind_ns(self.version_of(number), policy)
         due_ns = min(later_version_ns, _beyond(policy.min_interval_seconds, age_ns))
@@ -162,6 +183,8 @@ class View:
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables of the policy, in the policy's form."""
+        if self.follows:
+            return self.arrived(policy)
         if self.state.has_removed:
             return False
         return self.deliveries == [policy.delivery_of(table.spec) for table in self.model.tables.followed(policy)]
@@ -176,6 +199,8 @@ class View:
             trouble=self.trouble,
             failure=self.failure or of_model.failure,
         )
+        if self.follows:
+            return self._standing_of_kept(standing, self.follows, policy)
         if state.newest is None:
             return standing
         return replace(
@@ -187,6 +212,31 @@ class View:
             released=self.released,
             compared=state.compared_version == self.model.position.number,
         )
+
+    def _standing_of_kept(self, standing: Standing, follows: Follow, policy: Policy) -> Standing:
+        """The position of a view that follows a kept version: replicas lack every row until the view is there."""
+        state, arrived = self.state, self.arrived(policy)
+
+        def table_standings() -> list[TableStanding]:
+            if not arrived:
+                tables = self.model.tables.followed(policy)
+                return [TableStanding(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
+            lines = zip(state.tables, map(partial(_held, state=state), state.tables), strict=True)
+            return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
+
+        since = Moment(follows.since_unix_ns)
+        standing = replace(
+            standing,
+            seals=(follows.kept.seal,),
+            newest=f"kept {follows.kept.words}",
+            tables=table_standings,
+            version_of=partial(self._version_at, state),
+            seal_of=self._maker.history.seal_of,
+            seconds_since=lambda _version: max(0.0, Moment.now().after_ns(since) / 1e9),
+        )
+        if state.newest is None:
+            return standing
+        return replace(standing, release=state.newest.statistics, released=self.released)
 
     # Making releases, one call at a time.
 
@@ -243,6 +293,22 @@ class View:
         """
         await self._make(Wish(policy, overdue_version, goes_on))
 
+    async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool]) -> None:
+        """Make the release that brings replicas to a kept version, whatever the policy holds back.
+
+        It loads the version's tables, which takes as much memory as the model until the release is made.
+
+        Raises:
+            InvalidInput: the version has a table that the model no longer has.
+            StorageFailed: the version cannot be read, there is no room for it, or the log refused the release.
+            DamagedRows: rows do not match their digests. The model is loaded again.
+        """
+        if not self.state.head:  # Replicas of the model hold these rows, and then get only the difference.
+            await self.prepare(policy, goes_on=goes_on)
+        kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
+        plan = await self._maker.plan([(table, policy.delivery_of(table.spec)) for table in kept.values()])
+        await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
+
     async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
         try:
             await self._maker.make(wish, plan)
@@ -289,6 +355,8 @@ class View:
         """The tables and the head for replicas; None while a release is being written."""
         self.model.tables.check_sound()
         state = self._maker.shown
+        if state and self.follows and state.kept != self.follows.kept.id:
+            return None
         return ([table.sent for table in state.tables], state.head) if state else None
 
 
@@ -301,6 +369,15 @@ def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStandin
     held = {table.delivery.spec.name for table in state.tables}
     missing = [table for table in model.tables.followed(policy) if table.spec.name not in held]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
+
+
+def _every(table: StampedTable) -> Callable[[int], int]:
+    """Counts all rows of a table."""
+
+    def lacking(_number: int) -> int:
+        return table.slots
+
+    return lacking
 
 
 def _held(table: ViewTable, state: ViewState) -> TableStanding:

@@ -299,7 +299,9 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
-        kept, listed, released = visitor.shell(OPERATING.block("keep"))
+        kept, listed, follows, live, released = visitor.shell(OPERATING.block("keep"))
+        assert "follows version before-launch" in follows
+        assert "follows the newest version" in live
         assert "is kept as before-launch" in kept
         assert "before-launch" in listed
         assert "no longer kept" in released

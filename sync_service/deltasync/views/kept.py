@@ -1,0 +1,61 @@
+"""The tables of a kept version, loaded for a release."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from deltasync.base.errors import InvalidInput
+from deltasync.checkpoints.manifest import TableKey
+from deltasync.core.delivery import spec_of_record
+from deltasync.core.policy import Policy
+from deltasync.core.rows import RowBatch
+from deltasync.core.stamped_table import StampedTable
+from deltasync.core.tables import Shard
+from deltasync.model.model import Model
+from deltasync.model.tables import MODEL_OWNER
+from deltasync.views.table import ViewTable
+
+
+def load_kept(model: Model, id: str, policy: Policy | None = None) -> dict[TableKey, StampedTable]:  # noqa: A002
+    """Load the tables of a kept version, as large as the model's are now. Blocks; any thread may call it.
+
+    Args:
+        model: the model.
+        id: the id of the version's checkpoint.
+        policy: a policy that selects tables; None = all.
+
+    Raises:
+        InvalidInput: the version has a table that the model no longer has.
+        StorageFailed: the checkpoint is missing, damaged, or cannot be read at present; or there is no room.
+    """
+    manifest = model.checkpoints.manifest_of(id)
+    present = {key_of(table): table for table in model.tables}
+    loaded = dict[TableKey, StampedTable]()
+    for entry in manifest.tables:
+        if entry.key.owner != MODEL_OWNER or (policy and not policy.follows(spec_of_record(entry.record))):
+            continue
+        if (table := present.get(entry.key)) is None:
+            raise InvalidInput(
+                f"version {manifest.version} of model {model.name!r} has table {entry.key.name!r} from before it "
+                "was deleted, and consumers cannot go back beyond that: follow a later version"
+            )
+        loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)
+    model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables])
+    return loaded
+
+
+def key_of(table: StampedTable) -> TableKey:
+    """The key of a model's table in checkpoints."""
+    return TableKey(MODEL_OWNER, table.spec.name, table.removed_before)
+
+
+def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable], version: int) -> None:
+    """Delete rows in a kept version's tables that replicas hold and the version did not have yet.
+
+    On the model's thread.
+    """
+    for table in tables:
+        source = kept[key_of(table.source)]
+        slots = np.flatnonzero((table.held.stamps > 0) & (source.stamps[: table.held.slots] == 0))
+        if len(slots):
+            source.apply(RowBatch.deletes(Shard.whole(source.spec), source.ids_of(slots)), version)

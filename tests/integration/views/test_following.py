@@ -1,0 +1,104 @@
+"""Consumers that follow kept versions: their replicas hold exactly those, while the trainer goes on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.fleet import USER, Trainer, follow, wait_for_lag
+from tests.support.server import TOKEN, RunningService
+from tests.support.waiting import wait_for
+
+from deltasync.base.errors import Contradiction, NotFound
+from deltasync.client import Admin, Endpoint, NumpyTarget
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+
+POLICIES = {
+    "ranked": Policy(top_k=3),
+    "int8": Policy(value_type=ValueType.INT8),
+    "budget": Policy(max_bytes=200),
+}
+VALUE_TYPES = {"int8": ValueType.INT8}
+CONSUMERS = ["predictors", *POLICIES]
+
+
+def held(target: NumpyTarget) -> dict[str, bytes]:
+    return {name: rows.tobytes() for name, rows in target.tables.items()}
+
+
+def in_sync_with(service: RunningService, consumer: str, version: int, replicas: int = 1) -> dict[str, Any]:
+    found = version, "in sync", replicas
+    return wait_for_lag(service, consumer, lambda lag: (lag["head"], lag["state"], len(lag["replicas"])) == found)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        yield service
+
+
+@pytest.fixture
+def admin(service: RunningService) -> Admin:
+    return Admin(Endpoint(service.http, TOKEN))
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_fleet_is_rolled_back_and_goes_on(service: RunningService, admin: Admin, consumer: str) -> None:
+    target, late = NumpyTarget(), NumpyTarget()
+    value_type = VALUE_TYPES.get(consumer, ValueType.FP32)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+        trainer.publish_all()
+        trainer.delete(USER, [7])
+        good = trainer.expected(value_type)
+        admin.keep_version("clicks", "good")
+        trainer.set(USER, 7, 2.5)
+        for _ in range(3):
+            trainer.change(20)
+        admin.follow_version(consumer, "good")
+        lag = in_sync_with(service, consumer, 2)
+        assert "version 2 (good) since" in lag["follows"]
+        assert held(target) == good
+        trainer.change(20)
+        with follow(service, consumer, "b", late):
+            in_sync_with(service, consumer, 2, replicas=2)
+            assert held(late) == held(target) == good
+        admin.follow_version(consumer, "live")
+        position = trainer.change(20)
+        wait_for(lambda: held(target) == trainer.expected(value_type))
+        assert position.number == 7
+
+
+def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> None:
+    target, histories = NumpyTarget(), set[str]()
+    for start in range(3):
+        with RunningService(tmp_path / "data", policies=POLICIES) as service:
+            admin = Admin(Endpoint(service.http, TOKEN))
+            with Trainer(service.grpc, run=f"run-{start}", started=start + 1, seed=start) as trainer:
+                trainer.publish_all()
+                if start == 0:
+                    good = trainer.expected()
+                    admin.keep_version("clicks", "good")
+                    trainer.change(20)
+                    admin.follow_version("predictors", "good")
+                with follow(service, "predictors", "a", target):
+                    lag = in_sync_with(service, "predictors", 1)
+                    assert held(target) == good
+                    histories.add(lag["history"])
+    assert len(histories) == 1, "the view was rebuilt from its checkpoint and the log, with the kept version"
+
+
+def test_what_cannot_be_followed_or_released_is_refused(service: RunningService, admin: Admin) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        admin.keep_version("clicks", "good")
+        with pytest.raises(NotFound, match="has no kept version 'bad'; kept versions: good"):
+            admin.follow_version("predictors", "bad")
+        admin.follow_version("predictors", 1)
+        with pytest.raises(Contradiction, match="is followed by predictors"):
+            admin.release_version("clicks", "good")
+    with pytest.raises(Contradiction, match="may be in the kept version that consumers follow"):
+        admin.delete_table("clicks", "user")
+    admin.follow_version("predictors", "live")
+    admin.release_version("clicks", "good")
+    wait_for_lag(service, "predictors", lambda lag: lag["follows"] == "")
