@@ -167,8 +167,9 @@ class ConsumerLag:
     `head_seconds_behind_events` is the age of the newest training event at the head. `seconds_behind_events` minus
     that is the time from the trainer to the replicas.
     `follows` has the kept version that it follows, since when and by whom; the lag then counts to that version.
-    It is empty for the newest version. `paused` is None unless the consumer is paused. `damages` counts damaged tables
-    of replicas since the service started.
+    It is empty for the newest version.
+    `paused` is None unless the consumer is paused. `damages` counts damaged tables of replicas since the service
+    started.
     """
 
     consumer: str

@@ -1,7 +1,9 @@
 """Consumers that follow kept versions: their replicas hold exactly those, while the trainer goes on."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -64,9 +66,8 @@ def test_a_fleet_is_rolled_back_and_goes_on(service: RunningService, admin: Admi
             in_sync_with(service, consumer, 2, replicas=2)
             assert held(late) == held(target) == good
         admin.follow_version(consumer, "live")
-        position = trainer.change(20)
+        trainer.change(20)
         wait_for(lambda: held(target) == trainer.expected(value_type))
-        assert position.number == 7
 
 
 def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> None:
@@ -102,3 +103,46 @@ def test_what_cannot_be_followed_or_released_is_refused(service: RunningService,
     admin.follow_version("predictors", "live")
     admin.release_version("clicks", "good")
     wait_for_lag(service, "predictors", lambda lag: lag["follows"] == "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_fleet_holds_what_it_follows_whatever_happens(tmp_path: Path, seed: int) -> None:
+    """Dictionaries say what the trainer's tables were at each kept version, and who follows which."""
+
+    def wanted(consumer: str) -> dict[str, bytes]:
+        return trainer.expected(VALUE_TYPES.get(consumer, ValueType.FP32))
+
+    random = Random(seed)
+    kept, follows = dict[int, dict[str, dict[str, bytes]]](), dict.fromkeys(CONSUMERS, 0)
+    targets = {consumer: NumpyTarget() for consumer in CONSUMERS}
+    with (
+        RunningService(tmp_path / "data", policies=POLICIES) as service,
+        Trainer(service.grpc, seed=seed) as trainer,
+        ExitStack() as stack,
+    ):
+        admin = Admin(Endpoint(service.http, TOKEN))
+        version = trainer.publish_all().number
+        for consumer, target in targets.items():
+            stack.enter_context(follow(service, consumer, "a", target))
+        for _ in range(12):
+            match random.choice(["change", "delete", "keep", "follow", "follow", "checkpoint"]):
+                case "change":
+                    version = trainer.change(random.randrange(1, 30)).number
+                case "delete":
+                    version = trainer.delete(USER, sorted(random.sample(range(USER.rows), 3))).number
+                case "checkpoint":
+                    admin.make_checkpoint("clicks")
+                case "keep":
+                    assert admin.keep_version("clicks")["version"] == version
+                    kept[version] = {each: wanted(each) for each in CONSUMERS}
+                case "follow":
+                    consumer = random.choice(CONSUMERS)
+                    follows[consumer] = random.choice([0, *kept])
+                    admin.follow_version(consumer, follows[consumer] or "live")
+            for consumer, at in follows.items():
+                if at:
+                    in_sync_with(service, consumer, at)
+                    assert held(targets[consumer]) == kept[at][consumer]
+        for consumer in CONSUMERS:
+            admin.follow_version(consumer, "live")
+            wait_for(lambda: held(targets[consumer]) == wanted(consumer))  # noqa: B023
