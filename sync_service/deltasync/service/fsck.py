@@ -10,6 +10,7 @@ from deltasync.base.errors import Damaged, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.words import counted
+from deltasync.checkpoints.kept import KEPT
 from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
@@ -289,8 +290,8 @@ def unknown_files(data_dir: Path) -> list[str]:
     paths = [path for folder, names in folders for path in _entries(folder) if path.name not in names]
     for model in _entries(checkpoints):
         paths += [] if model.is_dir() else [model]
-        paths += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA)]
-        paths += [path for kind in (MANIFESTS, DATA) for path in _entries(model / kind) if not id_of(path.name)]
+        paths += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA, KEPT)]
+        paths += [path for kind in (MANIFESTS, DATA, KEPT) for path in _entries(model / kind) if not id_of(path.name)]
     return sorted(str(path) for path in paths if path.name != "lost+found")
 
 

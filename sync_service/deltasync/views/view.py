@@ -299,14 +299,17 @@ class View:
         It loads the version's tables, which takes as much memory as the model until the release is made.
 
         Raises:
-            InvalidInput: the version has a table that the model no longer has.
+            InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
             StorageFailed: the version cannot be read, there is no room for it, or the log refused the release.
             DamagedRows: rows do not match their digests. The model is loaded again.
         """
         if not self.state.head:  # Replicas of the model hold these rows, and then get only the difference.
             await self.prepare(policy, goes_on=goes_on)
         kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
-        plan = await self._maker.plan([(table, policy.delivery_of(table.spec)) for table in kept.values()])
+        forms = [(table, policy.delivery_of(table.spec)) for table in kept.values()]
+        for _, delivery in forms:
+            delivery.check()
+        plan = await self._maker.plan(forms)
         await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
 
     async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
