@@ -291,7 +291,9 @@ def unknown_files(data_dir: Path) -> list[str]:
     for model in _entries(checkpoints):
         paths += [] if model.is_dir() else [model]
         paths += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA, KEPT)]
-        paths += [path for kind in (MANIFESTS, DATA, KEPT) for path in _entries(model / kind) if not id_of(path.name)]
+        paths += [
+            path for kind in (MANIFESTS, DATA, KEPT) for path in _entries(model / kind) if not id_of(path.name)
+        ]
     return sorted(str(path) for path in paths if path.name != "lost+found")
 
 
