@@ -70,10 +70,12 @@ class ReleaseLoop:
             return None
         before = self._view.position
         if follows := self._view.follows:
-            if not self._view.arrived(self._consumer.policy):
-                await self._view.go_to(follows, self._consumer.policy, lambda: self._goes_on_to(follows))
+            policy = self._consumer.policy
+            if not self._view.arrived(policy):
+                await self._view.go_to(follows, policy, lambda: self._goes_on_to(follows))
                 self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
-            return None
+            # What changed meanwhile has already woken the signals for which the caller would wait.
+            return 0 if self._consumer.policy is not policy or self._view.follows is not follows else None
         await self._prepare()
         decision = due(self._consumer.policy, self._situation(), steady_ns())
         if decision.seconds == 0:
