@@ -70,7 +70,7 @@ def joined_run(target: Target) -> Outcome:
     return Outcome(f"run {found[1]!r} was told, continues: {opened.continues}; {answers.outcome.said}")
 
 
-@FAMILY.attack("a table in another shape, opened before its trainer does")
+@FAMILY.attack("a table of another shape, opened before its trainer opens it")
 def other_shape(target: Target) -> Outcome:
     """Of a model that is to come, whose name is taken then."""
     with target.channel() as channel:

@@ -406,7 +406,7 @@ def test_a_trainer_that_has_finished_is_told_from_one_that_is_lost(
         name = f'deltasync_publishing_ranks{{model="clicks",state="{state}"}}'
         assert f"\n{name} {count}.0\n" in running.get("/metrics")[1]
     code, shown, _ = deltasync("status", "--service", running.http)
-    assert (code, "rank 0 of clicks is away" in shown) == (0, not finished)
+    assert (code, "rank 0 of clicks has been away for" in shown) == (0, not finished)
     assert ("0/1, 1 finished" in shown) is finished
 
 

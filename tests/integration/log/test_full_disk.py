@@ -27,7 +27,7 @@ from deltasync.service.service import Service
 WIDE = TableSpec("wide", 20_000, 16)
 LARGE = TableSpec("large", 120_000, 32)
 CONSUMER = ("--consumer", "predictors=clicks")
-NO_ROOM = r"no room for tables of model 'clicks': it takes \d+ bytes, and \d+ are free .*"
+NO_ROOM = r"no room for tables of model 'clicks': it takes \d+ bytes, and \d+ bytes on the volume of .* are free.*"
 
 
 @pytest.fixture
