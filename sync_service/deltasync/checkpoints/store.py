@@ -207,13 +207,14 @@ class CheckpointStore:
         self._newest_id = max([self._newest_id, *(id_of(each.name) for each in manifests)])
         return manifests
 
-    def load(self, manifest: Manifest, tables: Sequence[StampedTable | None]) -> None:
+    def load(self, manifest: Manifest, tables: Sequence[StampedTable | None], *, note_use: bool = True) -> None:
         """Set new tables to the content of a checkpoint. Files that are missing or damaged in the local place are
         fetched from the remote one.
 
         Args:
             manifest: the checkpoint.
             tables: tables in the order of `manifest.tables`, perhaps with more rows; None to skip one.
+            note_use: whether the log may begin after it, so that it has to stay.
 
         Raises:
             CheckpointDamaged: a file is missing or damaged, and named in the message, or the loaded tables have
@@ -227,7 +228,7 @@ class CheckpointStore:
                 for _ in in_order(partial(self._read, parse=_checked), lacking):  # Fetches several at a time.
                     pass
             load_rows(manifest, tables, self._read)
-        for place in self._places:
+        for place in self._places if note_use else ():
             self._note_use(place, manifest)
 
     def _note_use(self, place: Place, manifest: Manifest) -> None:

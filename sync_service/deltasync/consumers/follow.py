@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltasync.base.errors import Contradiction
 from deltasync.base.words import utc
 from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
+from deltasync.core.seal import SealHistory
 
 # The name of what a consumer follows unless it follows a kept version.
 LIVE = "live"
@@ -29,6 +31,20 @@ class Follow:
     def words(self) -> str:
         """The version, the start and the author, in words."""
         return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}"
+
+
+def check_past(kept: KeptVersion, seals: SealHistory) -> None:
+    """Check that a kept version belongs to the past of a model with these seals, as far as they are known.
+
+    Raises:
+        Contradiction: it does not, for example after a restore.
+    """
+    checksum = seals.checksum_of(kept.version)
+    if kept.version > seals.newest_version or checksum not in (0, kept.seal.checksum):
+        raise Contradiction(
+            f"kept {kept.words} belongs to a past that the model has discarded; its newest version is "
+            f"{seals.newest_version}: follow another version"
+        )
 
 
 def follow_record(follows: Follow | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, L
 from deltasync.base.events import EventKind, Events
 from deltasync.checkpoints.kept import find_kept
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.consumers.follow import LIVE, Follow
+from deltasync.consumers.follow import LIVE, Follow, check_past
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
@@ -102,6 +102,7 @@ class Consumers:
 
         Raises:
             NotFound: there is no such consumer, or no such kept version of its model.
+            Contradiction: the version belongs to a past that the model has discarded.
             ServiceUnavailable: its model is still recovering.
             StorageFailed: the checkpoints could not be read, or the change could not be written.
         """
@@ -110,9 +111,15 @@ class Consumers:
             follows, model = None, self._models.model(consumer.model)
             if version != LIVE:
                 kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), model.name, version)
+                check_past(kept, model.seals)
                 follows = Follow(kept, time.time_ns(), by)
+            before = consumer.follows
             await self._registry.follow(name, follows)
-            await self._follow(consumer)
+            try:
+                await self._follow(consumer)
+            except BaseException:  # Without a view, its replicas still get the newest version.
+                await self._registry.follow(name, before)
+                raise
             if view := self._views.get(consumer):
                 view.follow(follows)
         text = f"follows {follows.kept.words}" if follows else "follows the newest version"

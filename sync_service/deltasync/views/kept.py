@@ -16,31 +16,41 @@ from deltasync.model.tables import MODEL_OWNER
 from deltasync.views.table import ViewTable
 
 
-def load_kept(model: Model, id: str, policy: Policy | None = None) -> dict[TableKey, StampedTable]:  # noqa: A002
+def load_kept(
+    model: Model,
+    id: str,  # noqa: A002
+    policy: Policy,
+    *,
+    replaying: bool = False,
+) -> dict[TableKey, StampedTable]:
     """Load the tables of a kept version, as large as the model's are now. Blocks; any thread may call it.
 
     Args:
         model: the model.
         id: the id of the version's checkpoint.
-        policy: a policy that selects tables; None = all.
+        policy: a policy that selects tables.
+        replaying: leave out tables that the model no longer has.
 
     Raises:
-        InvalidInput: the version has a table that the model no longer has.
+        InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
         StorageFailed: the checkpoint is missing, damaged, or cannot be read at present; or there is no room.
     """
     manifest = model.checkpoints.manifest_of(id)
     present = {key_of(table): table for table in model.tables}
     loaded = dict[TableKey, StampedTable]()
     for entry in manifest.tables:
-        if entry.key.owner != MODEL_OWNER or (policy and not policy.follows(spec_of_record(entry.record))):
+        if entry.key.owner != MODEL_OWNER or not policy.follows(spec_of_record(entry.record)):
             continue
         if (table := present.get(entry.key)) is None:
+            if replaying:
+                continue
             raise InvalidInput(
                 f"version {manifest.version} of model {model.name!r} has table {entry.key.name!r} from before it "
                 "was deleted, and consumers cannot go back beyond that: follow a later version"
             )
+        policy.delivery_of(table.spec).check()
         loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)
-    model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables])
+    model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables], note_use=False)
     return loaded
 
 

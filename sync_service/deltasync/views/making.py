@@ -127,7 +127,10 @@ class Making:
         """Return to the model's tables after a release from a kept version, whether it was made or not."""
         live = {key_of(table): table for table in model}
         for table in self.tables:
-            table.source = live.get(key_of(table.source), table.source)
+            if source := live.get(key_of(table.source)):
+                table.source = source
+            else:
+                table.source.removed = True  # The model has removed it meanwhile.
 
     def go_on(self) -> bool:
         """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""

@@ -108,7 +108,7 @@ class ReleaseLoop:
         return self._consumer.pause is None
 
     def _goes_on_to(self, follows: Follow) -> bool:
-        return self._goes_on() and self._view.follows is follows
+        return self._goes_on() and self._view.follows is follows and not self._stopping.is_set()
 
     def _connected(self) -> bool:
         return any(replica.stream for replica in self._consumer.replicas.values())

@@ -168,8 +168,13 @@ class ReleaseMaker:
         stamp = head.number + 1 if head else seal.version + 1
         if head is None and all(table.delivery == Delivery.unchanged(table.delivery.spec) for table in plan.new):
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
-        version = wish.kept.version if wish.kept else 0
-        making = Making(self.state, plan, stamp, self._consumer, version)
+        live = {table: table.source for table in plan.tables if table not in plan.new}
+        try:
+            making = Making(self.state, plan, stamp, self._consumer, wish.kept.version if wish.kept else 0)
+        except BaseException:
+            for table, source in live.items():
+                table.source = source
+            raise
         # A release from a kept version must first be known to the caller, which lets go of its tables.
         return making, not wish.kept and self._go_on(making, wish, resyncs)
 
@@ -192,13 +197,15 @@ class ReleaseMaker:
         dirty = making.dirty(wish.overdue_version)
         picked = pick(dirty, policy)
         described = [table_record(table) for table in making.tables]
-        kept = wish.kept.id if wish.kept else ""
+        kept, policy_form = wish.kept.id if wish.kept else "", wish.policy.as_dict()
         unchanged = self.state.head and described == self.state.described and self.state.kept == kept
+        if kept and self.state.record.get("policy") != policy_form:
+            unchanged = False  # Replicas wait until the view has the kept version in the policy's form.
         if unchanged and not any(mask.any() for mask in picked.taken):
             self.state = self.state.without_dirty(seal.version)
             self._log.note(self.state.record)
             return True
-        self._take(making, picked, seal, {"kept": kept, "policy": wish.policy.as_dict()} if kept else {})
+        self._take(making, picked, seal, {"kept": kept, "policy": policy_form} if kept else {})
         return self._go_on_updating(making)
 
     def _take(self, making: Making, picked: Pick, seal: Seal, kept: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import delivery_of_record
@@ -175,8 +174,8 @@ class Replay:
     def _with_kept(self, plan: ReleasePlan, record: Mapping[str, Any]) -> ReleasePlan:
         """The plan of a release that was made from a kept version, with the tables of that version."""
         try:
-            kept = load_kept(self._model, record["kept"], Policy.from_dict(record["policy"]))
-        except (CheckpointDamaged, InvalidInput) as error:
+            kept = load_kept(self._model, record["kept"], Policy.from_dict(record["policy"]), replaying=True)
+        except (InvalidInput, StorageFailed) as error:  # Others must not wait for this view.
             raise _Lost(f"kept version {record['version']} cannot be loaded: {error}") from error
         for table in plan.new:
             table.source = kept[key_of(table.source)]

@@ -237,9 +237,12 @@ class ViewTable:
         return self.held.slots - clean.rows + clean.after(number)
 
     def compare_with(self, source: StampedTable) -> None:
-        """Compare all rows with another version of the same table from now on."""
+        """Compare all rows with another version of the same table from now on.
+
+        Dirty rows are forgotten: those of the other version are found by comparing.
+        """
         self.source = source
-        self._counted = self._counted[0], 0
+        self.note_compared(NONE_DIRTY, self.held.counts, 0)
 
     # New tables, and tables that grow.
 

@@ -13,7 +13,7 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, confined
 from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
-from deltasync.consumers.follow import Follow
+from deltasync.consumers.follow import Follow, check_past
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
@@ -147,8 +147,7 @@ class View:
         now_ns, succession = steady_ns(), self._maker.history.succession
         if self.follows:
             since_ns = Moment.now().after_ns(Moment(self.follows.since_unix_ns))
-            arrived = self.state.kept == self.follows.kept.id
-            return succession.behind_ns(number, now_ns) if arrived else max(1, since_ns)
+            return succession.behind_ns(number, now_ns) if self.arrived(policy) else max(1, since_ns)
         later_release_ns, age_ns = succession.behind_ns(number, now_ns), succession.age_ns(number, now_ns)
         later_version_ns = self.model.behind_ns(self.version_of(number), policy)
         due_ns = min(later_version_ns, _beyond(policy.min_interval_seconds, age_ns))
@@ -183,8 +182,10 @@ class View:
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables of the policy, in the policy's form."""
-        if self.follows:
-            return self.arrived(policy)
+        return self.arrived(policy) if self.follows else self._has_form(policy)
+
+    def _has_form(self, policy: Policy) -> bool:
+        """Whether it has the model's tables, in the policy's form."""
         if self.state.has_removed:
             return False
         return self.deliveries == [policy.delivery_of(table.spec) for table in self.model.tables.followed(policy)]
@@ -229,6 +230,7 @@ class View:
             standing,
             seals=(follows.kept.seal,),
             newest=f"kept {follows.kept.words}",
+            newest_release=standing.newest_release if arrived else 0,
             tables=table_standings,
             version_of=partial(self._version_at, state),
             seal_of=self._maker.history.seal_of,
@@ -264,7 +266,7 @@ class View:
             await self._make(None)
         plan = None
         try:
-            if self.model.head and not self.fits(policy):
+            if self.model.head and not self._has_form(policy):
                 forms = [(table, policy.delivery_of(table.spec)) for table in self.model.tables.followed(policy)]
                 for _, delivery in forms:  # Tables may be newer than the policy.
                     delivery.check()
@@ -303,13 +305,13 @@ class View:
             StorageFailed: the version cannot be read, there is no room for it, or the log refused the release.
             DamagedRows: rows do not match their digests. The model is loaded again.
         """
-        if not self.state.head:  # Replicas of the model hold these rows, and then get only the difference.
-            await self.prepare(policy, goes_on=goes_on)
+        check_past(follows.kept, self.model.seals)
+        # First have every row that replicas may hold in the policy's form; then they get only the difference.
+        await self.prepare(policy, goes_on=goes_on)
         kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
-        forms = [(table, policy.delivery_of(table.spec)) for table in kept.values()]
-        for _, delivery in forms:
-            delivery.check()
-        plan = await self._maker.plan(forms)
+        if self.arrived(policy) or not goes_on():
+            return
+        plan = await self._maker.plan([(table, policy.delivery_of(table.spec)) for table in kept.values()])
         await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
 
     async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:

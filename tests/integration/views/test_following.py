@@ -6,8 +6,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.fleet import USER, Trainer, follow, wait_for_lag
+from tests.support.fleet import ITEM, TABLES, USER, Trainer, as_sent, follow, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
@@ -147,3 +148,52 @@ def test_every_fleet_holds_what_it_follows_whatever_happens(tmp_path: Path, seed
         for consumer in CONSUMERS:
             admin.follow_version(consumer, "live")
             wait_for(lambda: held(targets[consumer]) == wanted(consumer))  # noqa: B023
+
+
+def test_a_new_policy_keeps_the_version_and_a_rollback_takes_only_rows_that_differ(
+    service: RunningService, admin: Admin
+) -> None:
+    target, late = NumpyTarget(), NumpyTarget()
+    with Trainer(service.grpc) as trainer, follow(service, "ranked", "a", target):
+        trainer.publish_some({USER: 2, ITEM: 2})  # The other rows are born after the kept version.
+        good = trainer.expected()
+        admin.keep_version("clicks", "good")
+        wait_for_lag(service, "ranked", lambda lag: lag["state"] == "in sync")
+        trainer.change(40)
+        wait_for_lag(service, "ranked", lambda lag: lag["state"] == "current" and lag["release"]["version"] == 2)
+        admin.follow_version("ranked", "good")
+        lag = in_sync_with(service, "ranked", 1)
+        assert 0 < lag["release"]["rows"] <= 10, "those that the ranked releases sent, and none that they left"
+        assert held(target) == good
+        admin.update_consumer("ranked", Policy(top_k=4))
+        with follow(service, "ranked", "b", late):
+            in_sync_with(service, "ranked", 1, replicas=2)
+            assert held(late) == held(target) == good
+        admin.pause_consumer("ranked")
+        admin.update_consumer("ranked", Policy(value_type=ValueType.FP16))
+        admin.resume_consumer("ranked")
+        lag = in_sync_with(service, "ranked", 1)
+        rows = {each: np.frombuffer(good[each.name], each.dtype).reshape(-1, each.dim) for each in TABLES}
+        assert held(target) == {
+            each.name: as_sent(each, some, ValueType.FP16).tobytes() for each, some in rows.items()
+        }
+        assert lag["damages"] == 0
+
+
+def test_a_table_that_was_deleted_since_does_not_cost_the_view(tmp_path: Path) -> None:
+    histories = set[str]()
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        admin = Admin(Endpoint(service.http, TOKEN))
+        with Trainer(service.grpc) as trainer, follow(service, "ranked", "a", NumpyTarget()):
+            trainer.publish_all()
+            admin.keep_version("clicks", "good")
+            trainer.change(5)
+            admin.follow_version("ranked", "good")
+            in_sync_with(service, "ranked", 1)
+            admin.follow_version("ranked", "live")
+            lag = wait_for_lag(service, "ranked", lambda lag: lag["release"]["version"] == 2)
+            histories.add(lag["history"])
+        admin.delete_table("clicks", "item")
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        histories.add(service.get_json("/consumers/ranked/lag")["history"])
+    assert len(histories) == 1
