@@ -18,7 +18,7 @@ OF_MOMENTUM = (TrackingMode.MOMENTUM_LAST, TrackingMode.MOMENTUM_DIFF, TrackingM
 @scenario(row=20)
 def modes_are_refused_at_once_where_the_optimizer_lacks_them() -> None:
     adagrad, sgd = EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD
-    refused = [(TrackingMode.ROWWISE_ADAGRAD, adagrad, "the fused optimizer of table .* is another one")]
+    refused = [(TrackingMode.ROWWISE_ADAGRAD, adagrad, "the fused optimizer of table .* is not row-wise Adagrad")]
     refused += [(mode, sgd, "has no momentum") for mode in OF_MOMENTUM]
     for mode, optimizer, why in refused:
         model = sharded({"bags": bags("t0")}, optimizer=optimizer)

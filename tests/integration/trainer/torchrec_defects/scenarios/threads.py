@@ -124,7 +124,7 @@ def a_read_in_another_thread_waits_for_the_end_of_the_step() -> None:
     ]
     with ThreadPoolExecutor(1) as other:
         for use in uses:
-            with pytest.raises(DeltasyncError, match=r"not ended within 0.01 s: is step\(\) called after each"):
+            with pytest.raises(DeltasyncError, match=r"not ended within 0.01 s: call step\(\) after each"):
                 other.submit(use, timeout_seconds=0.01).result()
         assert tracker.consumers == ["default"]
         waiting = other.submit(tracker.get_delta)
