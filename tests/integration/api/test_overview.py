@@ -148,7 +148,7 @@ def test_a_name_that_there_is_not_is_named(running: RunningService) -> None:
 def test_a_query_parameter_that_a_route_lacks_is_refused(running: RunningService) -> None:
     for method, full in ROUTES:
         route = full.replace(":path", "")
-        path = route.format(name="nobody", replica="r", table="t")
+        path = route.format(name="nobody", replica="r", table="t", version="1")
         status, body = running.request(method, f"{path}?nonsense=1&last=2", TOKEN)
         if need_of_request(method, path).role is None:
             assert status != 400, "monitors add parameters to probes, and links to pages"

@@ -136,7 +136,7 @@ def test_programs_and_commands_take_the_address_of_any_process(cluster: LocalClu
         assert admin.create_consumer("mobile", model, Policy())["consumer"] == "mobile"
         assert admin.make_checkpoint(model)["version"] == 1
         assert {line["model"] for line in admin.fsck()} == {model, ""}
-        for command in (["lag"], ["status"], ["tables", "list"], ["versions"], ["lag", "mobile"], ["checkpoints"]):
+        for command in (["lag"], ["status"], ["tables", "list"], ["cuts"], ["lag", "mobile"], ["checkpoints"]):
             code, out, err = deltasync(*command, "--service", each.http)
             assert (code, err, model in out) == (0, "", True), command
 
