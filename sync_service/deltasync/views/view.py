@@ -222,7 +222,7 @@ class View:
             if not arrived:
                 tables = self.model.tables.followed(policy)
                 return [TableStanding(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
-            lines = zip(state.tables, map(partial(_held, state=state), state.tables), strict=True)
+            lines = [(table, _held(table, state)) for table in state.tables]
             return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
 
         since = Moment(follows.since_unix_ns)
@@ -301,6 +301,7 @@ class View:
         It loads the version's tables, which takes as much memory as the model until the release is made.
 
         Raises:
+            Contradiction: the version belongs to a past that the model has discarded.
             InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
             StorageFailed: the version cannot be read, there is no room for it, or the log refused the release.
             DamagedRows: rows do not match their digests. The model is loaded again.
