@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from deltasync.access.roles import author
-from deltasync.api.requests import json_object, text_of
+from deltasync.api.requests import json_object, text_body, text_of
 from deltasync.base.errors import NotOwner
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
@@ -34,22 +34,7 @@ class ConsumerLine:
     follows: str
 
 
-_VERSION_BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "version": {"type": "string", "description": "Name or number of a kept version, or `live`."}
-                },
-                "required": ["version"],
-                "additionalProperties": False,
-            },
-            "example": {"version": "before-launch"},
-        }
-    },
-}
+_VERSION = text_body("version", "Name or number of a kept version, or `live`.", "before-launch", required=True)
 
 
 _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "The consumer was created."}}
@@ -111,7 +96,7 @@ def consumer_routes(
         """Resume a paused consumer. Its replicas get the current rows. Needs role admin."""
         return _line(await brake.release(name, author()))
 
-    @routes.put("/{name}/version", openapi_extra={"requestBody": _VERSION_BODY})
+    @routes.put("/{name}/version", openapi_extra=_VERSION)
     async def follow(name: str, request: Request) -> ConsumerLine:
         """Let a consumer follow a kept version, or "live". Needs role admin."""
         version = text_of(await json_object(request, ("version",)), "version")

@@ -5,12 +5,11 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request
 
 from deltasync.access.roles import author
-from deltasync.api.requests import json_object, text_of, while_wanted
+from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.base.events import Events, RecentEvents
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
@@ -225,25 +224,13 @@ def process_lines(owners: Owners, models: Collection[str]) -> list[ProcessLine]:
     ]
 
 
-def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
-    """The OpenAPI description of a body with one string."""
-    schema = {
-        "type": "object",
-        "properties": {key: {"type": "string", "description": words}},
-        "required": [key] if required else [],
-        "additionalProperties": False,
-    }
-    content = {"application/json": {"schema": schema, "example": {key: example}}}
-    return {"requestBody": {"required": required, "content": content}}
-
-
 _PLACE = "A URL, or the absolute path of a folder on the service's machine; it must be new or empty."
 
 
-_BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)
+_BACKUP = text_body("url", _PLACE, "s3://bucket/backups/monday", required=True)
 
 
-_MOVE = _body("process", "The new owner of the model.", "sync-1", required=True)
+_MOVE = text_body("process", "The new owner of the model.", "sync-1", required=True)
 
 
-_DRAIN = _body("process", "The process to drain; by default this one.", "sync-0", required=False)
+_DRAIN = text_body("process", "The process to drain; by default this one.", "sync-0", required=False)

@@ -94,6 +94,18 @@ def text_of(described: dict[str, Any], key: str, default: str | None = None) -> 
     return text
 
 
+def text_body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
+    """The OpenAPI description of a body with one string, for `openapi_extra`."""
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": words}},
+        "required": [key] if required else [],
+        "additionalProperties": False,
+    }
+    content = {"application/json": {"schema": schema, "example": {key: example}}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
 async def _body(request: Request, most_bytes: int) -> bytes:
     body = bytearray()
     try:

@@ -2,12 +2,11 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import APIRouter, Request
 
 from deltasync.access.roles import author
-from deltasync.api.requests import json_object, text_of, while_wanted
+from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.checkpoints.kept import KeptVersion
 from deltasync.service.versions import Versions
 
@@ -50,7 +49,7 @@ def version_routes(versions: Versions, draining: asyncio.Event) -> APIRouter:
 
     @router.delete("/models/{name}/versions/{version}", status_code=204)
     async def release(name: str, version: str) -> None:
-        """No longer keep a version, named by its name or number. Needs role admin."""
+        """Stop keeping a version, given by its name or number. Needs role admin."""
         await versions.release(name, version, author())
 
     return router
@@ -70,20 +69,4 @@ def _line(kept: KeptVersion, own_bytes: int) -> KeptLine:
     )
 
 
-_KEEP: dict[str, Any] = {
-    "requestBody": {
-        "required": False,
-        "content": {
-            "application/json": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "description": "A name, which lasts until release."}
-                    },
-                    "additionalProperties": False,
-                },
-                "example": {"name": "before-launch"},
-            }
-        },
-    }
-}
+_KEEP = text_body("name", "A name, which lasts until release.", "before-launch", required=False)

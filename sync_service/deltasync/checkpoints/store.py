@@ -430,7 +430,7 @@ class CheckpointStore:
             )
 
     def release(self, kept: KeptVersion) -> None:
-        """No longer keep a checkpoint. `remove_old` removes its files.
+        """Stop keeping a checkpoint. `remove_old` removes its files.
 
         Raises:
             PlaceFailed: a place could not be written.

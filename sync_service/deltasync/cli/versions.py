@@ -60,7 +60,7 @@ def list_versions(model: str, service: Endpoint, as_json: bool) -> None:
 @click.argument("version")
 @operator_options(changes=True)
 def release(model: str, version: str, service: Endpoint) -> None:
-    """No longer keep VERSION of MODEL, a name or a number. The next checkpoint removes its files."""
+    """Stop keeping VERSION of MODEL, a name or a number. The next checkpoint removes its files."""
     Admin(service).release_version(model, version)
     say(f"version {version} of model {model} is no longer kept")
 

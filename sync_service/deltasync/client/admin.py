@@ -252,7 +252,7 @@ class Admin:
         return lines
 
     def release_version(self, model: str, version: str | int) -> None:
-        """No longer keep a version of a model, named by its name or number.
+        """Stop keeping a version of a model, given by its name or number.
 
         Raises:
             NotFound: no such model, or no such kept version.

@@ -9,7 +9,7 @@ from deltasync.base.words import utc
 from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
 from deltasync.core.seal import SealHistory
 
-# The name of what a consumer follows unless it follows a kept version.
+# What a request to follow a version calls the newest one.
 LIVE = "live"
 
 

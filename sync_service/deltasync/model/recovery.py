@@ -25,7 +25,7 @@ from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.records import reading, seal_of_record, unpack_json
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model_store import ModelStore
-from deltasync.model.tables import MODEL_OWNER, AppliedTables, published_rows
+from deltasync.model.tables import AppliedTables, key_of, published_rows
 
 
 class RowsLost(StorageFailed):
@@ -214,7 +214,7 @@ class Recovery:
         for each in self._derived:
             each.let_go()
         self._tables.begin()
-        tables = {TableKey(MODEL_OWNER, table.spec.name, table.removed_before): table for table in self._tables}
+        tables = {key_of(table): table for table in self._tables}
         for each in self._derived:
             entries = [entry for entry in manifest.tables if entry.key.owner == each.owner] if manifest else []
             state = manifest.states.get(each.owner) if manifest else None

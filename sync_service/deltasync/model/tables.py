@@ -307,15 +307,17 @@ class AppliedTables:
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """The tables for a checkpoint."""
-        return [
-            SourceTable(TableKey(MODEL_OWNER, each.spec.name, each.removed_before), each, spec_record(each.spec))
-            for each in self
-        ]
+        return [SourceTable(key_of(each), each, spec_record(each.spec)) for each in self]
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The head, which replicas that start from a checkpoint need."""
         _, head = self.shown()
         return {"head": asdict(head) if head else None}
+
+
+def key_of(table: StampedTable) -> TableKey:
+    """The key of a model's table in checkpoints."""
+    return TableKey(MODEL_OWNER, table.spec.name, table.removed_before)
 
 
 def changes(

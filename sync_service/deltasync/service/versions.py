@@ -39,7 +39,7 @@ class Versions:
         self._changing = asyncio.Lock()
 
     async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
-        """Keep the newest version of a model. It is durable, also at the service's URL, when this returns.
+        """Keep the newest version of a model. When this returns, it is durable, also at the service's URL.
 
         Raises:
             InvalidInput: the name cannot be one.
@@ -86,7 +86,7 @@ class Versions:
         return await asyncio.to_thread(_lines, serving)
 
     async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
-        """No longer keep a version. Its files are removed with the next checkpoint.
+        """Stop keeping a version. The next checkpoint removes its files.
 
         Raises:
             NotFound: there is no such model, or no such kept version of it.
@@ -114,7 +114,7 @@ class Versions:
         return sorted(each.name for each in consumers if each.follows and each.follows.kept.id == kept.id)
 
     async def run(self) -> None:
-        """Keep and release versions by schedule, until cancelled. Failures are reported, and tried again."""
+        """Keep and release versions by schedule, until cancelled. It reports failures and tries again."""
         every = self._options.keep_every_seconds
         if every is None:
             return

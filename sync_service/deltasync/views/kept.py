@@ -12,7 +12,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.model.model import Model
-from deltasync.model.tables import MODEL_OWNER
+from deltasync.model.tables import MODEL_OWNER, key_of
 from deltasync.views.table import ViewTable
 
 
@@ -52,11 +52,6 @@ def load_kept(
         loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)
     model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables], note_use=False)
     return loaded
-
-
-def key_of(table: StampedTable) -> TableKey:
-    """The key of a model's table in checkpoints."""
-    return TableKey(MODEL_OWNER, table.spec.name, table.removed_before)
 
 
 def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable], version: int) -> None:

@@ -22,7 +22,8 @@ from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
 from deltasync.model.feed import Backlog, RowTotals, total
-from deltasync.views.kept import delete_later_rows, key_of
+from deltasync.model.tables import key_of
+from deltasync.views.kept import delete_later_rows
 from deltasync.views.log import ViewState
 from deltasync.views.picking import DirtyRows
 from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable

@@ -197,15 +197,15 @@ class ReleaseMaker:
         dirty = making.dirty(wish.overdue_version)
         picked = pick(dirty, policy)
         described = [table_record(table) for table in making.tables]
-        kept, policy_form = wish.kept.id if wish.kept else "", wish.policy.as_dict()
-        unchanged = self.state.head and described == self.state.described and self.state.kept == kept
-        if kept and self.state.record.get("policy") != policy_form:
-            unchanged = False  # Replicas wait until the view has the kept version in the policy's form.
+        kept = {"kept": wish.kept.id, "policy": wish.policy.as_dict()} if wish.kept else {}
+        # Replicas wait until the view has the kept version in the policy's form, even if no row differs.
+        unchanged = self.state.head and described == self.state.described
+        unchanged = unchanged and all(self.state.record.get(each) == kept.get(each) for each in ("kept", "policy"))
         if unchanged and not any(mask.any() for mask in picked.taken):
             self.state = self.state.without_dirty(seal.version)
             self._log.note(self.state.record)
             return True
-        self._take(making, picked, seal, {"kept": kept, "policy": policy_form} if kept else {})
+        self._take(making, picked, seal, kept)
         return self._go_on_updating(making)
 
     def _take(self, making: Making, picked: Pick, seal: Seal, kept: Mapping[str, Any]) -> None:

@@ -20,7 +20,8 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
-from deltasync.views.kept import key_of, load_kept
+from deltasync.model.tables import key_of
+from deltasync.views.kept import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.making import Making, ReleasePlan, left_of
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
