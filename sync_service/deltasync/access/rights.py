@@ -63,6 +63,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/consumers"): _READ,
     ("GET", "/consumers/{name}"): _READ,
     ("GET", "/consumers/{name}/lag"): _READ,
+    ("GET", "/consumers/{name}/lag/history"): _READ,
     ("GET", "/consumers/{name}/history"): _READ,
     ("GET", "/lag"): _READ,
     ("GET", "/status"): _READ,
@@ -85,6 +86,8 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("DELETE", "/consumers/{name}"): _ADMIN,
     ("PUT", "/consumers/{name}/pause"): _ADMIN,
     ("PUT", "/consumers/{name}/version"): _ADMIN,
+    ("POST", "/consumers/{name}/object"): _READ,  # And subscribe for this consumer, which the route checks.
+    ("DELETE", "/consumers/{name}/object"): _ADMIN,
     ("DELETE", "/consumers/{name}/pause"): _ADMIN,
     ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
     ("POST", "/consumers/{name}/replicas/{replica}/verify"): _ADMIN,

@@ -60,7 +60,7 @@ def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
     answer_errors(app)
     routers = (
         overview_routes(sampler, access),
-        consumer_routes(models, on.registry, on.consumers, on.brake, removals),
+        consumer_routes(on),
         lag_routes(sampler),
         table_routes(models, sampler.answers),
         model_routes(models, removals),

@@ -93,7 +93,12 @@ class EventKind(Enum):
     CONSUMER_FOLLOWS = (
         "consumer_follows",
         logging.WARNING,
-        "A consumer follows a kept version, or the newest one again; names who did it.",
+        "A consumer follows a kept version, or the newest one again; names who did it and why.",
+    )
+    CONSUMER_OBJECTS = (
+        "consumer_objects",
+        logging.WARNING,
+        "A consumer raised an objection to what it serves, or withdrew it; names who did it and why.",
     )
     CONSUMER_PAUSED = (
         "consumer_paused",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
@@ -100,6 +100,73 @@ class Admin:
             NotFound: no such consumer, or no such kept version.
         """
         self._ask("PUT", f"{_consumer(consumer)}/version", {"version": str(version)})
+
+    def follow_consumer(
+        self,
+        consumer: str,
+        after: str,
+        behind_seconds: float,
+        on_objection: Literal["stay", "back"] = "stay",
+        version: str | int = "",
+    ) -> str:
+        """Let a consumer follow another one at a distance.
+
+        Its replicas get the newest kept version that all replicas of the other consumer have proven for that long
+        without an objection.
+
+        Args:
+            consumer: the name of the consumer.
+            after: the name of the other consumer, of the same model.
+            behind_seconds: the distance.
+            on_objection: whether to stay at the version on an objection, or to go back to the one before.
+            version: the first version; empty = the one that it follows, or the newest one that the other consumer
+                has proven for long enough.
+
+        Returns:
+            What it follows now, in words.
+
+        Raises:
+            NotFound: no such consumer or kept version, or none is proven for long enough.
+            Contradiction: both would follow each other, or they have different models.
+            InvalidInput: the distance is longer than the service stores what consumers served.
+        """
+        body = {"after": after, "behind_seconds": behind_seconds, "on_objection": on_objection}
+        follows = self._object("PUT", f"{_consumer(consumer)}/version", body | {"version": str(version)})[
+            "follows"
+        ]
+        return str(follows)
+
+    def object(self, consumer: str, reason: str) -> None:
+        """Raise an objection to what a consumer serves: consumers that follow it get no later version.
+
+        Raises:
+            NotFound: no such consumer.
+            InvalidInput: the reason is empty, has more than 400 characters or several lines.
+        """
+        self._ask("POST", f"{_consumer(consumer)}/object", {"reason": reason})
+
+    def withdraw_objection(self, consumer: str) -> None:
+        """Withdraw the objection of a consumer.
+
+        Raises:
+            NotFound: no such consumer.
+        """
+        self._ask("DELETE", f"{_consumer(consumer)}/object")
+
+    def history(self, consumer: str, since_seconds: float = 3600.0, last: int = 1000) -> list[dict[str, Any]]:
+        """What the replicas of a consumer served when, oldest first.
+
+        Args:
+            consumer: the name of the consumer.
+            since_seconds: how far to look back.
+            last: the maximum number of lines; the newest ones count.
+
+        Raises:
+            NotFound: no such consumer.
+        """
+        path = f"{_consumer(consumer)}/history?since_seconds={since_seconds:g}&last={last}"
+        lines: list[dict[str, Any]] = self._ask("GET", path)
+        return lines
 
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a disconnected replica, which then no longer counts for lag.
