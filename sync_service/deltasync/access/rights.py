@@ -94,6 +94,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("POST", "/models/{name}/checkpoint"): _ADMIN,
     ("POST", "/models/{name}/move"): _ADMIN,
     ("POST", "/models/{name}/versions"): _ADMIN,
+    ("POST", "/models/{name}/rollback"): _ADMIN,
     ("DELETE", "/models/{name}/versions/{version}"): _ADMIN,
     ("DELETE", "/models/{name}"): _ADMIN,
     ("DELETE", "/models/{name}/tables/{table:path}"): _ADMIN,

@@ -71,7 +71,7 @@ def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
         checkpoint_routes(models, on.checkpoints),
         log_routes(on.events),
         operation_routes(on),
-        version_routes(on.versions, on.draining),
+        version_routes(on),
     )
     # `include_router` would make each route twice.
     app.router.routes += [route for router in routers for route in router.routes]

@@ -147,6 +147,11 @@ class EventKind(Enum):
         logging.ERROR,
         "A cut with suspicious rows was sealed, and the consumers of its model were paused.",
     )
+    MODEL_ROLLED_BACK = (
+        "model_rolled_back",
+        logging.WARNING,
+        "An operator made the rows of a kept version the newest version of its model.",
+    )
     VERSION_KEPT = "version_kept", logging.INFO, "A version of a model was kept; names who did it."
     VERSION_RELEASED = (
         "version_released",

@@ -326,6 +326,28 @@ class Admin:
         """
         self._ask("DELETE", f"{_model(model)}/versions/{quote(str(version), safe='')}")
 
+    def roll_back(self, model: str, version: str | int, timeout_seconds: float = _DAY_SECONDS) -> int:
+        """Make the rows of a kept version the newest version of a model.
+
+        Replicas of consumers that follow the newest version get them. A trainer that goes on from a later version
+        is refused: restart it from that version, see `deltasync.trainer.load_export`.
+
+        Args:
+            model: the model.
+            version: the name or number of a kept version.
+            timeout_seconds: maximum duration.
+
+        Returns:
+            The number of the new version.
+
+        Raises:
+            NotFound: no such model, or no such kept version.
+            Contradiction: the version belongs to a past that the model has discarded, for example after a restore.
+            StorageFailed: the version cannot be read, or there is no room.
+        """
+        body = {"version": str(version)}
+        return int(self._object("POST", f"{_model(model)}/rollback", body, timeout_seconds)["version"])
+
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
         """Move a model to another process of the service. The service writes a checkpoint first.
 

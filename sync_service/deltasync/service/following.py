@@ -89,9 +89,10 @@ class Following:
             consumer, other = self._consumers.get(name), self._consumers.get(distance.after)
             model = self._models.model(consumer.model)
             self._check_order(consumer, other)
-            kept = [each for each in await _kept(model) if _is_past(each, model)]
+            every = await _kept(model)
+            kept = [each for each in every if _is_past(each, model)]
             if version:
-                first, why = find_kept(kept, model.name, version), "as requested"
+                first, why = find_kept(every, model.name, version), "as requested"
             elif consumer.follows:
                 first, why = consumer.follows.kept, "where it is"
             else:
@@ -217,7 +218,9 @@ async def _kept(model: Model) -> list[KeptVersion]:
 
 
 def _is_past(kept: KeptVersion, model: Model) -> bool:
-    """Whether a kept version belongs to the model's past."""
+    """Whether a kept version belongs to the model's past, and the model was not rolled back beyond it."""
+    if model.seals.rolled_back_by(kept.version):
+        return False
     try:
         check_past(kept, model.seals)
     except Contradiction:
