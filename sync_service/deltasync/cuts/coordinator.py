@@ -266,8 +266,9 @@ class CutCoordinator:
 
     def give_back(self, run: Run, before: Run | None) -> None:
         """Let the run before this one publish again, after this one has failed without a sealed cut."""
-        newest = self.model.seals.newest
-        if self.run == run and (newest is None or newest.run != run.id):
+        newest, current = self.model.seals.newest, self.open_cut
+        sealing = current is not None and current.cut.complete
+        if self.run == run and not sealing and (newest is None or newest.run != run.id):
             self.abandon(f"run {run.id} has failed")
             self.run = before
             self.sessions.clear()

@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
 from deltasync.checkpoints.kept import KeptVersion, find_kept
+from deltasync.checkpoints.manifest import TableKey
 from deltasync.consumers.follow import check_past
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -54,9 +56,7 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), name, version)
     check_past(kept, model.seals)
     tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
-    there = {key_of(table): table for table in model.tables}
-    pairs = [(table, tables.get(key)) for key, table in there.items()]
-    position, rows = await _publish(model, coordinator, kept, pairs, by)
+    position, rows = await _publish(model, coordinator, kept, tables, by)
     text = f"to {kept.words}: {counted(rows, 'row')} changed"
     events.emit(EventKind.MODEL_ROLLED_BACK, text, model=name, version=position.number, by=by)
     return position
@@ -66,11 +66,12 @@ async def _publish(
     model: Model,
     coordinator: CutCoordinator,
     kept: KeptVersion,
-    pairs: list[tuple[StampedTable, StampedTable | None]],
+    tables: Mapping[TableKey, StampedTable],
     by: str,
 ) -> tuple[Position, int]:
-    """Publish the rows of the second tables that differ from the first ones; None has no rows."""
-    specs, step, before = [table.spec for table, _ in pairs], kept.seal.step, coordinator.run
+    """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
+    step, before = kept.seal.step, coordinator.run
+    specs = [table.spec for table in model.tables]
     # Its run began after the present one, by whatever clock.
     started = max(time.time_ns(), before.started_unix_ns + 1 if before else 0)
     run = Run(rollback_run_id(kept.version), started, 1, f"rollback by {by}")
@@ -80,6 +81,11 @@ async def _publish(
         await coordinator.settled()  # From now on, only this run publishes.
         if model.position != claim:
             session = await _open(coordinator, run, specs, model.position)
+        pairs = [(table, tables.get(key_of(table))) for table in model.tables]
+        if [table.spec for table, _ in pairs] != specs or any(
+            each and each.spec != own.spec for own, each in pairs
+        ):
+            raise ServiceUnavailable(f"tables of model {model.name!r} have changed meanwhile; try again")
         for slot, (table, earlier) in enumerate(pairs):
             for ids, deleted in zip(await model.on_thread(_differing, table, earlier), (False, True), strict=True):
                 rows += len(ids)
