@@ -33,6 +33,7 @@ class Head:
         event_time_unix_ns: the time of the newest event on which the model was trained, nanoseconds since 1970;
             None if unknown.
         seal: the checksum of the seal of the version or release; 0 if unknown.
+        kept: the name of the kept version that replicas are to hold; empty for the newest version, or without one.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Head:
     step_end_unix_ns: int
     event_time_unix_ns: int | None = None
     seal: int = 0
+    kept: str = ""
 
     @classmethod
     def of(cls, seal: Seal, number: int | None = None) -> "Head":

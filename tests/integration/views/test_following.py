@@ -35,6 +35,14 @@ def in_sync_with(service: RunningService, consumer: str, version: int, replicas:
     return wait_for_lag(service, consumer, lambda lag: (lag["head"], lag["state"], len(lag["replicas"])) == found)
 
 
+def named(target: NumpyTarget) -> tuple[int, str, dict[str, bytes]]:
+    """What readers are told of the version, with the rows that they see."""
+    with target.reading() as reading:
+        rows = {name: rows.tobytes() for name, rows in reading.tables.items()}
+        assert target.newest().kept == reading.kept
+        return reading.version, reading.kept, rows
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
     with RunningService(tmp_path / "data", policies=POLICIES) as service:
@@ -71,6 +79,50 @@ def test_a_fleet_is_rolled_back_and_goes_on(service: RunningService, admin: Admi
         wait_for(lambda: held(target) == trainer.expected(value_type))
 
 
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_reading_has_the_name_of_its_rows_and_no_other(
+    service: RunningService, admin: Admin, consumer: str
+) -> None:
+    targets, value_type = [NumpyTarget(), NumpyTarget(reads="copies")], VALUE_TYPES.get(consumer, ValueType.FP32)
+
+    def all_hold(version: int, kept: str) -> None:
+        wait_for(lambda: [named(each)[:2] for each in targets] == [(version, kept)] * len(targets))
+        assert all(named(each)[2] == rows[version] for each in targets)
+
+    with Trainer(service.grpc) as trainer, ExitStack() as stack:
+        for at, target in enumerate(targets):
+            stack.enter_context(follow(service, consumer, str(at), target))
+        trainer.publish_all()
+        rows = {1: trainer.expected(value_type)}
+        all_hold(1, "")
+        admin.keep_version("clicks", "good")
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        admin.follow_version(consumer, "live")  # It has no newer version.
+        all_hold(1, "")
+        admin.keep_version("clicks", "same")
+        admin.keep_version("clicks")
+        admin.follow_version(consumer, "same")
+        all_hold(1, "same")
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        trainer.change(20)
+        rows[2] = trainer.expected(value_type)
+        admin.keep_version("clicks")
+        admin.follow_version(consumer, 2)
+        all_hold(2, "")  # It has no name.
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        with follow(service, consumer, "late", late := NumpyTarget()) as replica:
+            wait_for(lambda: named(late) == (1, "good", rows[1]))
+            position = replica.held
+        # It goes on from its position, with rows and without a name that an earlier process has stored.
+        again = NumpyTarget()
+        again.tables = late.tables
+        with follow(service, consumer, "late", again, held=position):
+            wait_for(lambda: named(again) == (1, "good", rows[1]))
+
+
 def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> None:
     target, histories = NumpyTarget(), set[str]()
     for start in range(3):
@@ -86,6 +138,10 @@ def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> Non
                 with follow(service, "predictors", "a", target):
                     lag = in_sync_with(service, "predictors", 1)
                     assert held(target) == good
+                    assert named(target)[:2] == (1, "good")
+                    if start:
+                        with follow(service, "predictors", "late", late := NumpyTarget()):
+                            wait_for(lambda: named(late) == (1, "good", good))
                     histories.add(lag["history"])
     assert len(histories) == 1, "the view was rebuilt from its checkpoint and the log, with the kept version"
 
