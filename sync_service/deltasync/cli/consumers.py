@@ -8,7 +8,7 @@ import click
 from deltasync.base.errors import InvalidInput
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options, suggested
-from deltasync.cli.output import json_lines, json_option, say, seconds, show, text_table, watch_option
+from deltasync.cli.output import json_lines, json_option, say, seconds, show, size, text_table, watch_option
 from deltasync.client.admin import Admin, EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField
@@ -172,8 +172,18 @@ def follow_version(name: str, version: str, live: bool, service: Endpoint) -> No
     """
     if bool(version) == live:
         raise click.UsageError("name a version with --version, or use --live")
-    Admin(service).follow_version(name, "live" if live else version)
+    admin = Admin(service)
+    if version and (kept := _kept_version(admin, name, version)):
+        named = f" ({kept['name']})" if kept["name"] else ""
+        say(f"the service loads kept version {kept['version']}{named}: {size(kept['bytes'])}")
+    admin.follow_version(name, version or "live")
     say(f"consumer {name} follows {'the newest version' if live else f'version {version}'}")
+
+
+def _kept_version(admin: Admin, consumer: str, version: str) -> dict[str, Any] | None:
+    """The kept version with a name or a number; None if the service will refuse it."""
+    kept = admin.kept_versions(admin.consumer(consumer)["model"])
+    return next((each for each in reversed(kept) if version in (each["name"], str(each["version"]))), None)
 
 
 @consumers.command("pause", context_settings=CONTEXT)
