@@ -15,9 +15,9 @@ from deltasync.service.versions import Versions
 class KeptLine:
     """A kept version.
 
-    `name` may be empty. `followers` are the consumers that follow it. Times are nanoseconds since 1970; `event_time_unix_ns` is the time of the newest event on
+    `name` may be empty. Times are nanoseconds since 1970; `event_time_unix_ns` is the time of the newest event on
     which it was trained, null if unknown. `bytes` is the size of the files of its checkpoint, and `own_bytes` the
-    size of those that nothing else needs.
+    size of those that nothing else needs. `followers` are the consumers that follow it.
     """
 
     model: str

@@ -132,7 +132,7 @@ def test_a_kept_version_older_than_the_last_cuts_has_a_line_of_its_own(in_sync: 
     lines = page.get_by_role("table", name="Cuts").locator("tbody tr")
     expect(lines).to_have_count(2)
     expect(lines.last.locator("th, td")).to_have_text(
-        ["ads 3", "old, followed by a, b", *["–"] * 5, "2.0 h"], use_inner_text=True
+        ["ads 3", "old, followed by a, b", *["\N{EN DASH}"] * 5, "2.0 h"], use_inner_text=True
     )
 
 
