@@ -1,6 +1,6 @@
 """Releases of a model with and without a map of raw ids, and the expected content of a keyed store."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -83,9 +83,9 @@ class KeyedModel:
             batches += self._batches(table, rows, with_deletes=not everything or self.version % 2 == 0)
         position = Position("h", self.version)
         event = self.version * 10 if self.version % 2 else None
-        return Release(
-            position, self.version * 2, 5, resync, TABLES, batches, whole, self.version, event_time_unix_ns=event
-        )
+        kept = f"kept-{self.version}" if self.version % 3 else ""
+        release = Release(position, self.version * 2, 5, resync, TABLES, batches, whole, self.version, kept=kept)
+        return replace(release, event_time_unix_ns=event)
 
     def expected(self) -> dict[str, dict[int, float]]:
         """The first value of each row by key."""

@@ -43,6 +43,9 @@ CHECKPOINT_METRICS: dict[str, set[str]] = {
     "deltasync_probe_failures_total": set(),
 }
 
+# Those that come a moment after a model does.
+LATER_METRICS: dict[str, set[str]] = {"deltasync_model_kept_versions": {"model"}}
+
 # What histograms consist of, and the labels that they have besides.
 _SAMPLES: dict[str, set[str]] = {"bucket": {"le"}, "sum": set(), "count": set()}
 
@@ -92,6 +95,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_model_failed": {"model"},
     "deltasync_consumer_failed": _CONSUMER,
     "deltasync_consumer_paused": _CONSUMER,
+    "deltasync_consumer_follows_seconds": _CONSUMER,
     "deltasync_events_total": {"event"},
     "deltasync_certificate_expires_seconds": {"setting"},
     "deltasync_limit": {"limit"},
@@ -100,6 +104,7 @@ METRICS: dict[str, set[str]] = {
     **EVENT_METRICS,
     **TLS_METRICS,
     **CHECKPOINT_METRICS,
+    **LATER_METRICS,
     **POLICY_METRICS,
 }
 

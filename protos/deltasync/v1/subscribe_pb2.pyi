@@ -345,6 +345,7 @@ class ReleaseEnd(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     BEHIND_NS_FIELD_NUMBER: _builtins.int
     VERSION_SEAL_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
@@ -368,6 +369,10 @@ class ReleaseEnd(_message.Message):
     """
     version_seal: _builtins.int
     """version_seal is the checksum of the seal of `version`; 0 if unknown."""
+    kept: _builtins.str
+    """kept is the name of the kept version that this release brought the replica to. It is empty if the consumer follows
+    the newest version, or a version without a name.
+    """
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
         """position is what the replica holds after this release."""
@@ -396,10 +401,11 @@ class ReleaseEnd(_message.Message):
         token: _builtins.int = ...,
         behind_ns: _builtins.int = ...,
         version_seal: _builtins.int = ...,
+        kept: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "version_seal", b"version_seal", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "kept", b"kept", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "version_seal", b"version_seal", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

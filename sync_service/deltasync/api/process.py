@@ -299,6 +299,7 @@ def sources_of(service: Service, process: ProcessState) -> Sources:
         registry=service.registry,
         consumers=service.consumers,
         checkpoints=service.checkpoints,
+        versions=service.versions,
         volumes=service.volumes,
         limits=service.limits,
         event_counts=service.event_counts,

@@ -172,6 +172,7 @@ def release_end(
         token=token,
         behind_ns=_behind_ns(feed, consumer, head.number),
         version_seal=feed.seals.checksum_of(head.version),
+        kept=head.kept,
     )
 
 

@@ -17,7 +17,7 @@ class KeptLine:
 
     `name` may be empty. Times are nanoseconds since 1970; `event_time_unix_ns` is the time of the newest event on
     which it was trained, null if unknown. `bytes` is the size of the files of its checkpoint, and `own_bytes` the
-    size of those that nothing else needs.
+    size of those that nothing else needs. `followers` are the consumers that follow it.
     """
 
     model: str
@@ -29,6 +29,7 @@ class KeptLine:
     by: str
     bytes: int
     own_bytes: int
+    followers: list[str]
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,14 @@ def version_routes(on: Collaborators) -> APIRouter:
     @router.get("/models/{name}/versions")
     async def kept_versions(name: str) -> list[KeptLine]:
         """The kept versions of a model, oldest first."""
-        return [_line(kept, own_bytes) for kept, own_bytes in await versions.kept(name)]
+        return [_line(kept, own_bytes, versions.followers(kept)) for kept, own_bytes in await versions.kept(name)]
 
     @router.post("/models/{name}/versions", openapi_extra=_KEEP)
     async def keep(name: str, request: Request) -> KeptLine:
         """Keep the newest version of a model. Needs role admin."""
         kept_name = text_of(await json_object(request, ("name",), optional=True), "name", "")
         kept = await while_wanted(request, on.draining, versions.keep(name, kept_name, author()))
-        return _line(kept, 0)
+        return _line(kept, 0, [])
 
     @router.delete("/models/{name}/versions/{version}", status_code=204)
     async def release(name: str, version: str) -> None:
@@ -73,7 +74,7 @@ def version_routes(on: Collaborators) -> APIRouter:
     return router
 
 
-def _line(kept: KeptVersion, own_bytes: int) -> KeptLine:
+def _line(kept: KeptVersion, own_bytes: int, followers: list[str]) -> KeptLine:
     return KeptLine(
         model=kept.model,
         version=kept.version,
@@ -84,6 +85,7 @@ def _line(kept: KeptVersion, own_bytes: int) -> KeptLine:
         by=kept.by,
         bytes=kept.bytes,
         own_bytes=own_bytes,
+        followers=followers,
     )
 
 

@@ -213,8 +213,18 @@ def follow_version(
         follows = Admin(service).follow_consumer(name, after, behind, on_objection, version)
         say(f"consumer {name} follows {follows}")
         return
-    Admin(service).follow_version(name, "live" if live else version)
+    admin = Admin(service)
+    if version and (kept := _kept_version(admin, name, version)):
+        named = f" ({kept['name']})" if kept["name"] else ""
+        say(f"the service loads kept version {kept['version']}{named}: {size(kept['bytes'])}")
+    admin.follow_version(name, version or "live")
     say(f"consumer {name} follows {'the newest version' if live else f'version {version}'}")
+
+
+def _kept_version(admin: Admin, consumer: str, version: str) -> dict[str, Any] | None:
+    """The kept version with a name or a number; None if the service will refuse it."""
+    kept = admin.kept_versions(admin.consumer(consumer)["model"])
+    return next((each for each in reversed(kept) if version in (each["name"], str(each["version"]))), None)
 
 
 @consumers.command("object", context_settings=CONTEXT)

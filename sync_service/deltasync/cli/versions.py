@@ -46,12 +46,13 @@ def list_versions(model: str, service: Endpoint, as_json: bool) -> None:
     kept    time since it was kept
     bytes   size of all its files
     own     bytes that releasing it makes free
+    followed by  the consumers that follow it
     """
     lines = Admin(service).kept_versions(model)
     if as_json:
         say(*json_lines(lines))
         return
-    titles = ("version", "name", "step", "events", "kept", "bytes", "own", "by")
+    titles = ("version", "name", "step", "events", "kept", "bytes", "own", "by", "followed by")
     say(*(text_table(titles, map(_row, lines)) if lines else [f"no version of model {model} is kept"]))
 
 
@@ -76,6 +77,7 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
         size(line["bytes"]),
         size(line["own_bytes"]),
         line["by"],
+        ", ".join(line["followers"]),
     )
 
 

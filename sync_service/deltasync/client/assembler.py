@@ -151,6 +151,7 @@ class ReleaseAssembler:
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
             model=self._model,
+            kept=end.kept,
             continues=self._continues,
         )
         self._resync = self._in_parts = self._continues = False

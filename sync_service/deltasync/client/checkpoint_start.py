@@ -197,6 +197,7 @@ def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence
         version=head["version"],
         event_time_unix_ns=head.get("event_time_unix_ns"),
         model=model,
+        kept=head.get("kept_name", ""),
     )
 
 

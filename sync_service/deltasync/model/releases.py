@@ -35,6 +35,7 @@ class Head:
         seal: the checksum of the seal of the version or release; 0 if unknown.
         rows: number of rows of that version or release alone.
         bytes: bytes of their ids and values.
+        kept: the name of the kept version that replicas are to hold; empty for the newest version, or without one.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Head:
     seal: int = 0
     rows: int = 0
     bytes: int = 0
+    kept: str = ""
 
     @classmethod
     def of(cls, seal: Seal, number: int | None = None) -> "Head":

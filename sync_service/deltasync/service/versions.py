@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
@@ -20,6 +21,8 @@ from deltasync.service.options import ServiceOptions
 _LOOK_SECONDS = 1.0
 # A consumer at a distance goes on later than the distance if replicas of the other one prove a version late.
 _SHARE_OF_DISTANCE = 2
+# Pause before the next attempt to read the kept versions of a model.
+_READ_AGAIN_SECONDS = 10.0
 
 
 class Versions:
@@ -39,6 +42,15 @@ class Versions:
         self._options = options
         self._events = events
         self._changing = asyncio.Lock()
+        self._listed = WeakKeyDictionary[Model, Sequence[KeptVersion]]()
+        self._changes = 0  # A listing that was read during a change may lack it.
+
+    def listed(self) -> Mapping[str, Sequence[KeptVersion]]:
+        """The kept versions of each model, oldest first, without reading them.
+
+        A model is missing until `run` has read them once.
+        """
+        return {name: self._listed[model] for name, model in self._models.items() if model in self._listed}
 
     async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
         """Keep the newest version of a model. When this returns, it is durable, also at the service's URL.
@@ -74,6 +86,7 @@ class Versions:
                 by=by,
             )
             await asyncio.to_thread(serving.checkpoints.keep, kept, manifest)
+            self._note(serving, [*_without(kept, self._listed.get(serving, ())), kept])
         self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model, version=kept.version, by=by)
         return kept
 
@@ -108,6 +121,7 @@ class Versions:
                     "another version first (deltasync consumers follow)"
                 )
             await asyncio.to_thread(model.checkpoints.release, kept)
+            self._note(model, _without(kept, self._listed.get(model, ())))
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
 
     def followers(self, kept: KeptVersion) -> list[str]:
@@ -116,19 +130,34 @@ class Versions:
         return sorted(each.name for each in consumers if each.follows and kept.id in each.follows.ids)
 
     async def run(self) -> None:
-        """Keep and release versions by schedule, until cancelled. It reports failures and tries again."""
+        """List the kept versions of each model once, and keep and release versions by schedule, until cancelled.
+
+        It reports failures and tries again.
+        """
         every = self._options.keep_every_seconds
-        if every is None:
-            return
-        due = dict[Model, float]()
+        due, unread = dict[Model, float](), dict[Model, float]()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            now = time.monotonic()
-            due = {each: due.get(each, now + every) for each in self._models.values()}
+            now, models = time.monotonic(), list(self._models.values())
+            unread = {each: unread.get(each, now) for each in models if each not in self._listed}
+            for model, at in list(unread.items()):
+                if now >= at:
+                    unread[model] = now + _READ_AGAIN_SECONDS
+                    await self._read(model)
+            if every is None:
+                continue
+            due = {each: due.get(each, now + every) for each in models}
             for model, at in list(due.items()):
                 if now >= at and model.head:
                     due[model] = now + every
                     await self._keep_by_schedule(model)
+
+    async def _read(self, model: Model) -> None:
+        try:
+            await self._kept(model)
+        except DeltasyncError as error:
+            text = "the kept versions could not be read; the service tries again"
+            self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
     async def _keep_by_schedule(self, model: Model) -> None:
         try:
@@ -145,7 +174,21 @@ class Versions:
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
     async def _kept(self, model: Model) -> list[KeptVersion]:
-        return await asyncio.to_thread(model.checkpoints.kept)
+        changes = self._changes
+        kept = await asyncio.to_thread(model.checkpoints.kept)
+        if changes == self._changes:
+            self._listed[model] = kept
+        return kept
+
+    def _note(self, model: Model, listed: Sequence[KeptVersion]) -> None:
+        """Record a change of the kept versions."""
+        self._changes += 1
+        if model in self._listed:
+            self._listed[model] = listed
+
+
+def _without(kept: KeptVersion, versions: Sequence[KeptVersion]) -> list[KeptVersion]:
+    return [each for each in versions if each.id != kept.id]
 
 
 def outdated(

@@ -25,6 +25,7 @@ from deltasync.status.overview import (
     ConsumerOverview,
     Overview,
     consumer_overviews,
+    kept_overviews,
     model_overviews,
     other_processes,
     process_overview,
@@ -33,7 +34,7 @@ from deltasync.status.overview import (
     unowned_models,
     volume_overviews,
 )
-from deltasync.status.sources import CUTS, EVENTS, Sources
+from deltasync.status.sources import CUTS, EVENTS, KEPT, Sources
 from deltasync.status.versions import last_cuts, version_lines
 
 # Metrics are computed at most ten times a second; requests in between share them.
@@ -95,13 +96,14 @@ class Answers:
 
     def _figures(self) -> Figures:
         sources, models = self._sources, self._sources.models
-        logs, process = models.storage.logs, sources.process
+        logs, process, kept = models.storage.logs, sources.process, sources.versions.listed()
         return Figures(
             consumers=[
                 (each.copy(), self._standing(each))
                 for each in sources.registry.consumers.values()
                 if each.model not in models.recovering
             ],
+            kept_versions={name: len(versions) for name, versions in kept.items()},
             models=[_model_figures(each, models.coordinators.get(each.name)) for each in models.values()],
             reloading=[name for name in models.reloading if name not in models],
             events=EventCounts(sources.event_counts),
@@ -220,6 +222,7 @@ class Sampler:
             trainers=trainer_lines(models.coordinators),
             consumers=consumer_overviews(models, sources.registry, lags),
             cuts=lines,
+            kept=kept_overviews(sources.versions, KEPT, time.time_ns()),
             events=sources.recent_events.newest(EVENTS),
         )
 

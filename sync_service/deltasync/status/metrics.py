@@ -83,7 +83,10 @@ class ProcessFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The input of the metrics at one moment. `consumers` are copies. `models` leaves out those in `reloading`."""
+    """The input of the metrics at one moment.
+
+    `consumers` are copies. `models` leaves out those in `reloading`. `kept_versions` counts those of each model.
+    """
 
     consumers: Sequence[tuple[Consumer, Standing]]
     models: Sequence[ModelFigures]
@@ -91,6 +94,7 @@ class Figures:
     log_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
+    kept_versions: Mapping[str, int] = field(default_factory=dict)
     reloading: Sequence[str] = ()
     certificates_expire: Mapping[str, float] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
@@ -115,7 +119,7 @@ def families(figures: Figures, now_unix_ns: int) -> list[Metric]:
     consumers = [consumer for consumer, _ in figures.consumers]
     lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
     return [
-        *consumer_metrics(consumers, lags),
+        *consumer_metrics(consumers, lags, now_unix_ns),
         *_model_metrics(figures),
         *volume_metrics(figures.volumes),
         *_limit_metrics(figures.limits),
@@ -194,7 +198,7 @@ def _histogram(name: str, text: str, labels: list[str], samples: Iterable[tuple[
     return family
 
 
-def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag]) -> list[Metric]:
+def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag], now_unix_ns: int) -> list[Metric]:
     """Metrics of consumers and of their lags."""
     of_consumer, of_table, of_replica = ["consumer"], ["consumer", "table"], ["consumer", "replica"]
     each_lag = [([lag.consumer], lag) for lag in lags]
@@ -242,6 +246,12 @@ def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag])
             [([lag.consumer], lag.paused is not None) for lag in lags],
         ),
         _gauge(
+            "consumer_follows_seconds",
+            "Seconds since the consumer began to follow its kept version; 0 if it follows the newest version.",
+            of_consumer,
+            [([each.name], _follows_seconds(each, now_unix_ns)) for each in consumers],
+        ),
+        _gauge(
             "consumer_damaged_tables",
             "Tables of replicas that are damaged now, summed over the replicas.",
             of_consumer,
@@ -271,6 +281,10 @@ def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag])
         ),
         *_each(_counter, of_consumer, counted, *_COUNTERS),
     ]
+
+
+def _follows_seconds(consumer: Consumer, now_unix_ns: int) -> float:
+    return max(0, now_unix_ns - consumer.follows.since_unix_ns) / 1e9 if consumer.follows else 0.0
 
 
 def _lag_metrics(whose: str, who: str) -> list[Declaration]:
@@ -399,6 +413,12 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             "1 if the service cannot seal or apply cuts of the model and is retrying, else 0.",
             ["model"],
             [*((names, model.failed) for names, model in models), *(([name], True) for name in figures.reloading)],
+        ),
+        _gauge(
+            "model_kept_versions",
+            "Kept versions of the model.",
+            ["model"],
+            [([name], number) for name, number in sorted(figures.kept_versions.items())],
         ),
         _gauge(
             "publishing_ranks",

@@ -18,6 +18,7 @@ from deltasync.cuts.sealing import CutSealer
 from deltasync.log.volume import Volume
 from deltasync.model.model import Model
 from deltasync.service.models import Models
+from deltasync.service.versions import Versions
 from deltasync.status.lag import ConsumerLag, State, needs_somebody
 from deltasync.status.readiness import Check, checks, troubles
 from deltasync.status.sources import Sources
@@ -358,6 +359,42 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
 
 
 @dataclass(frozen=True)
+class KeptOverview:
+    """A kept version of a model, sealed `seconds_ago`; `name` may be empty.
+
+    `bytes` is the size of the files of its checkpoint. `followers` are the consumers that follow it.
+    """
+
+    model: str
+    version: int
+    name: str
+    seconds_ago: float
+    bytes: int
+    followers: list[str]
+
+
+def kept_overviews(versions: Versions, count: int, now_unix_ns: int) -> list[KeptOverview]:
+    """At most `count` kept versions of this process's models, newest first, as far as they have been read.
+
+    Versions that a consumer follows come before others, then those with a name. In the event loop.
+    """
+    lines = [
+        KeptOverview(
+            model=each.model,
+            version=each.version,
+            name=each.name,
+            seconds_ago=round(max(0, now_unix_ns - each.seal.sealed_unix_ns) / 1e9, 3),
+            bytes=each.bytes,
+            followers=versions.followers(each),
+        )
+        for kept in versions.listed().values()
+        for each in kept
+    ]
+    chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, line.seconds_ago))[:count]
+    return sorted(chosen, key=lambda line: line.seconds_ago)
+
+
+@dataclass(frozen=True)
 class Overview:
     """The state of a process at `unix_ms`, milliseconds since 1970.
 
@@ -372,4 +409,5 @@ class Overview:
     trainers: list[TrainerLine]
     consumers: list[ConsumerOverview]
     cuts: list[VersionLine]
+    kept: list[KeptOverview]
     events: list[RecentEvent]

@@ -11,10 +11,11 @@ from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
 from deltasync.service.self_test import ProbeStatus
+from deltasync.service.versions import Versions
 from deltasync.service.volumes import Volumes
 
-# How many cuts and events an overview shows.
-CUTS, EVENTS = 20, 30
+# How many cuts, kept versions and events an overview shows.
+CUTS, KEPT, EVENTS = 20, 50, 30
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,7 @@ class Sources:
     registry: ConsumerRegistry
     consumers: Consumers
     checkpoints: Checkpoints
+    versions: Versions
     volumes: Volumes
     limits: Limits
     event_counts: EventCounts

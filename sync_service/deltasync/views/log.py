@@ -129,13 +129,14 @@ def heads_stream(consumer: str) -> str:
 
 def head_record(head: Head) -> dict[str, Any]:
     """The record of a release's head."""
-    record = {
+    record: dict[str, Any] = {
         "number": head.number,
         "version": head.version,
         "step": head.step,
         "step_end_unix_ns": head.step_end_unix_ns,
         "seal": head.seal,
     }
+    record |= {"kept_name": head.kept} if head.kept else {}
     return record | event_time_record(head.event_time_unix_ns)
 
 
@@ -150,6 +151,7 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         seal=record["seal"],
         rows=record["statistics"]["rows"],
         bytes=record["statistics"]["bytes"],
+        kept=record.get("kept_name", ""),
     )
 
 

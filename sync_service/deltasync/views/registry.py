@@ -119,7 +119,8 @@ class ReleaseLoop:
         replicas, released = self._consumer.replicas.values(), self._view.released
         return Situation(
             newest_version=self._view.model.position.number,
-            compared_version=state.compared_version,
+            # After a kept version, a release is due even if no row differs: replicas still have its name.
+            compared_version=0 if state.kept else state.compared_version,
             backlog_rows=state.backlog_rows,
             oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
             released_ns=_steady_ns(released) if released else None,

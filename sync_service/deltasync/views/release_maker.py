@@ -197,7 +197,9 @@ class ReleaseMaker:
         dirty = making.dirty(wish.overdue_version)
         picked = pick(dirty, policy)
         described = [table_record(table) for table in making.tables]
-        kept = {"kept": wish.kept.id, "policy": wish.policy.as_dict()} if wish.kept else {}
+        kept = dict[str, Any]()
+        if wish.kept:
+            kept = {"kept": wish.kept.id, "kept_name": wish.kept.name, "policy": wish.policy.as_dict()}
         # Replicas wait until the view has the kept version in the policy's form, even if no row differs.
         unchanged = self.state.head and described == self.state.described
         unchanged = unchanged and all(self.state.record.get(each) == kept.get(each) for each in ("kept", "policy"))
@@ -214,7 +216,8 @@ class ReleaseMaker:
         number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
         if before.head:
             number, first_version = before.head.number + 1, before.record["first_version"]
-        head = self.history.sealed(Head.of(seal, number), seal, made_unix_ns)
+        head = replace(Head.of(seal, number), kept=kept.get("kept_name", ""))
+        head = self.history.sealed(head, seal, made_unix_ns)
         for table in making.new:
             table.born, removed = number, table.source.removed_before
             # Replicas may hold rows of an earlier table of that name, which this one never had.

@@ -75,6 +75,7 @@ def check_equal(client: Any, model: KeyedModel) -> None:
     meta = {name.decode(): value.decode() for name, value in client.hgetall("clicks:meta").items()}
     assert (meta["history"], meta["number"], meta["version"]) == ("h", str(model.version), str(model.version))
     assert (meta["writing"], meta["step"]) == ("0", str(model.version * 2))
+    assert meta["kept"] == (f"kept-{model.version}" if model.version % 3 else "")
     assert meta["event_time_unix_ns"] == (str(model.version * 10) if model.version % 2 else "")
 
 
@@ -227,7 +228,7 @@ def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
         rows.lookup(USER.name, np.array([7]))
     feed, _ = first(server)
     assert rows.newest() == Reading(
-        position=Position("h", 1), version=1, step=2, step_end_unix_ns=5, event_time_unix_ns=10
+        position=Position("h", 1), version=1, step=2, step_end_unix_ns=5, event_time_unix_ns=10, kept="kept-1"
     )
     keys = np.array([7, 5, 0, 7, -(2**63)])
     values, found = rows.lookup(USER.name, keys)

@@ -104,6 +104,38 @@ def test_it_shows_what_is_wrong_and_updates_itself(service: RunningService, open
     expect(page.locator("main")).to_contain_text(f"{ITEM.rows} rows of {ITEM.dim}")
 
 
+def test_it_shows_kept_versions_and_who_follows_them(service: RunningService, opened: Open) -> None:
+    page, admin = opened(service.http), admin_of(service)
+    live(page)
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        admin.keep_version("clicks", "good")
+        admin.keep_version("clicks")
+        admin.follow_version("mobile", "good")
+        trainer.publish_all()
+        row = page.get_by_role("table", name="Cuts").locator("tr", has_text="clicks 1")
+        expect(row).to_contain_text("good, followed by mobile; without a name")
+        expect(page.locator("tr", has=page.get_by_role("link", name="mobile", exact=True))).to_contain_text(
+            "follows version 1 (good) since"
+        )
+        admin.follow_version("mobile", "live")
+        expect(row).not_to_contain_text("followed by")
+        admin.release_version("clicks", "good")
+        expect(row).not_to_contain_text("good")
+
+
+def test_a_kept_version_older_than_the_last_cuts_has_a_line_of_its_own(in_sync: InSync, opened: Open) -> None:
+    kept = {"model": "ads", "version": 3, "name": "old", "seconds_ago": 7200, "bytes": 5, "followers": ["a", "b"]}
+    page = opened("about:blank")
+    answer(page, in_sync.status | {"kept": [kept]})
+    page.goto(in_sync.http)
+    lines = page.get_by_role("table", name="Cuts").locator("tbody tr")
+    expect(lines).to_have_count(2)
+    expect(lines.last.locator("th, td")).to_have_text(
+        ["ads 3", "old, followed by a, b", *["\N{EN DASH}"] * 5, "2.0 h"], use_inner_text=True
+    )
+
+
 def _every_part() -> re.Pattern[str]:
     return re.compile(".*".join(("gather", "send", "seal", "log", "apply", "release", "ack")))
 

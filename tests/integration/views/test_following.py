@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.command import deltasync
 from tests.support.fleet import ITEM, TABLES, USER, Trainer, as_sent, follow, wait_for_lag
+from tests.support.metrics import samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
 from deltasync.base.errors import Contradiction, NotFound
+from deltasync.cli.output import size
 from deltasync.client import Admin, Endpoint, NumpyTarget
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -36,6 +39,14 @@ def held(target: NumpyTarget) -> dict[str, bytes]:
 def in_sync_with(service: RunningService, consumer: str, version: int, replicas: int = 1) -> dict[str, Any]:
     found = version, "in sync", replicas
     return wait_for_lag(service, consumer, lambda lag: (lag["head"], lag["state"], len(lag["replicas"])) == found)
+
+
+def named(target: NumpyTarget) -> tuple[int, str, dict[str, bytes]]:
+    """What readers are told of the version, with the rows that they see."""
+    with target.reading() as reading:
+        rows = {name: rows.tobytes() for name, rows in reading.tables.items()}
+        assert target.newest().kept == reading.kept
+        return reading.version, reading.kept, rows
 
 
 @pytest.fixture
@@ -74,6 +85,59 @@ def test_a_fleet_is_rolled_back_and_goes_on(service: RunningService, admin: Admi
         wait_for(lambda: held(target) == trainer.expected(value_type))
 
 
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_reading_has_the_name_of_its_rows_and_no_other(
+    service: RunningService, admin: Admin, consumer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.05)
+    checkpoints = str(tmp_path / "data/checkpoints")
+    targets, value_type = [NumpyTarget(), NumpyTarget(reads="copies")], VALUE_TYPES.get(consumer, ValueType.FP32)
+
+    def all_hold(version: int, kept: str) -> None:
+        wait_for(lambda: [named(each)[:2] for each in targets] == [(version, kept)] * len(targets))
+        assert all(named(each)[2] == rows[version] for each in targets)
+
+    with Trainer(service.grpc) as trainer, ExitStack() as stack:
+        for at, target in enumerate(targets):
+            stack.enter_context(follow(service, consumer, str(at), target))
+        trainer.publish_all()
+        rows = {1: trainer.expected(value_type)}
+        all_hold(1, "")
+        admin.keep_version("clicks", "good")
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        admin.follow_version(consumer, "live")  # It has no newer version.
+        all_hold(1, "")
+        admin.keep_version("clicks", "same")
+        admin.keep_version("clicks")
+        admin.follow_version(consumer, "same")
+        all_hold(1, "same")
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        trainer.change(20)
+        rows[2] = trainer.expected(value_type)
+        admin.keep_version("clicks")
+        admin.follow_version(consumer, 2)
+        all_hold(2, "")  # It has no name.
+        admin.follow_version(consumer, "good")
+        all_hold(1, "good")
+        with follow(service, consumer, "late", late := NumpyTarget()) as replica:
+            wait_for(lambda: named(late) == (1, "good", rows[1]))
+            position = replica.held
+        admin.make_checkpoint("clicks")
+        # It goes on from its position, with rows and without a name that an earlier process has stored.
+        again = NumpyTarget()
+        again.tables = late.tables
+        with follow(service, consumer, "late", again, held=position):
+            wait_for(lambda: named(again) == (1, "good", rows[1]))
+        # The checkpoint has the name, too. The pause keeps the newer release from the new replica.
+        admin.follow_version(consumer, "live")
+        wait_for(lambda: [named(each)[1] for each in targets] == [""] * len(targets))
+        admin.pause_consumer(consumer)
+        with follow(service, consumer, "from-disk", start := NumpyTarget(), checkpoints=checkpoints):
+            wait_for(lambda: named(start) == (1, "good", rows[1]))
+
+
 def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> None:
     target, histories = NumpyTarget(), set[str]()
     for start in range(3):
@@ -89,6 +153,10 @@ def test_a_consumer_follows_its_version_through_a_restart(tmp_path: Path) -> Non
                 with follow(service, "predictors", "a", target):
                     lag = in_sync_with(service, "predictors", 1)
                     assert held(target) == good
+                    assert named(target)[:2] == (1, "good")
+                    if start:
+                        with follow(service, "predictors", "late", late := NumpyTarget()):
+                            wait_for(lambda: named(late) == (1, "good", good))  # noqa: B023
                     histories.add(lag["history"])
     assert len(histories) == 1, "the view was rebuilt from its checkpoint and the log, with the kept version"
 
@@ -108,6 +176,45 @@ def test_what_cannot_be_followed_or_released_is_refused(service: RunningService,
     admin.follow_version("predictors", "live")
     admin.release_version("clicks", "good")
     wait_for_lag(service, "predictors", lambda lag: lag["follows"] == "")
+
+
+def test_followers_are_listed_and_counted_and_the_cost_is_said_before_it_begins(
+    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow_by_command(*version: str) -> list[str]:
+        _, out, err = deltasync("consumers", "follow", "predictors", *version, "--service", service.http)
+        return (out + err).splitlines()
+
+    def samples() -> tuple[float, float]:
+        found = samples_of(service)
+        follows = found["deltasync_consumer_follows_seconds", (("consumer", "predictors"),)]
+        return found["deltasync_model_kept_versions", (("model", "clicks"),)], follows
+
+    monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        kept = admin.keep_version("clicks", "good")
+        trainer.change(20)
+        other = admin.keep_version("clicks")
+        assert samples() == (2, 0)
+        assert follow_by_command("--version", "good") == [
+            f"the service loads kept version 1 (good): {size(kept['bytes'])}",
+            "consumer predictors follows version good",
+        ]
+        wait_for(lambda: samples()[1] > 0)
+        assert [each["followers"] for each in admin.kept_versions("clicks")] == [["predictors"], []]
+        _, listed, _ = deltasync("versions", "list", "clicks", "--service", service.http)
+        assert [line.split()[-1] for line in listed.splitlines()[1:]] == ["predictors", other["by"].split()[-1]]
+        assert follow_by_command("--version", "2") == [
+            f"the service loads kept version 2: {size(other['bytes'])}",
+            "consumer predictors follows version 2",
+        ]
+        assert [each["followers"] for each in admin.kept_versions("clicks")] == [[], ["predictors"]]
+        (refused,) = follow_by_command("--version", "bad")
+        assert "has no kept version 'bad'" in refused
+        assert follow_by_command("--live") == ["consumer predictors follows the newest version"]
+        admin.release_version("clicks", "good")
+        wait_for(lambda: samples() == (1, 0))  # Requests within 0.1 s share the metrics.
 
 
 @pytest.mark.parametrize("seed", range(3))

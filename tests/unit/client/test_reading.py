@@ -74,6 +74,7 @@ def release_of(version: int, *, resync: bool | None = None, tables: list[TableSp
         rows,
         version=version,
         event_time_unix_ns=version * 10_000,
+        kept=f"kept-{version}",
     )
 
 
@@ -100,11 +101,13 @@ def test_a_reading_says_what_the_release_said_and_nothing_before_any(target: Any
         assert isinstance(reading, Reading)
         assert (reading.position, reading.version) == (Position(), 0)
         assert (reading.step, reading.step_end_unix_ns, reading.event_time_unix_ns) == (None, None, None)
+        assert reading.kept == target.newest().kept == ""
     assert (target.position, target.event_time_unix_ns) == (Position(), None)
     target.apply(release_of(1))
     target.apply(release_of(2))
     with target.reading() as reading:
         assert (reading.position, reading.version, reading.step) == (Position("h", 12), 2, 200)
+        assert (reading.kept, target.newest().version, target.newest().kept) == ("kept-2", 2, "kept-2")
         assert (reading.step_end_unix_ns, reading.event_time_unix_ns) == (2000, 20_000)
         assert values_of(reading) == {2}
         with pytest.raises(dataclasses.FrozenInstanceError):

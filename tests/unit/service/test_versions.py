@@ -11,13 +11,15 @@ from tests.support.seals import sealed
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import Contradiction, InvalidInput, NotFound
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.kept import KeptVersion
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cuts.session import PublishSession
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.service.versions import outdated
+from deltasync.status.overview import kept_overviews
 
 MODEL = "clicks"
 
@@ -74,6 +76,44 @@ async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
         running.cancel()
     assert found[0] == named
     assert [each.version for each in found[1:]] == [4, 5]
+
+
+@in_service()
+async def test_the_last_listing_costs_no_reading_and_has_every_change(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.versions._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.versions._READ_AGAIN_SECONDS", 0.001)
+    failures, reading = list[Event](), CheckpointStore.kept
+    service.events.listen(lambda event: failures.append(event) if event.kind is EventKind.FAILED else None)
+
+    def unreachable(store: CheckpointStore) -> list[KeptVersion]:
+        raise StorageFailed("it is unreachable")
+
+    session = await publish(service)
+    monkeypatch.setattr(CheckpointStore, "kept", unreachable)
+    running = asyncio.create_task(service.versions.run())
+    try:
+        while not failures:
+            await asyncio.sleep(0.001)
+        assert service.versions.listed() == {}, "unknown, which is not the same as none"
+        monkeypatch.setattr(CheckpointStore, "kept", reading)
+        while not service.versions.listed():
+            await asyncio.sleep(0.001)
+    finally:
+        running.cancel()
+    assert service.versions.listed() == {MODEL: []}
+    first = await service.versions.keep(MODEL, "first")
+    await cut(session, 2)
+    second = await service.versions.keep(MODEL)
+    assert service.versions.listed() == {MODEL: [first, second]}
+    lines = kept_overviews(service.versions, 10, second.seal.sealed_unix_ns + int(2e9))
+    assert [(each.version, each.name, each.followers) for each in lines] == [(2, "", []), (1, "first", [])]
+    assert 2.0 == lines[0].seconds_ago <= lines[1].seconds_ago
+    (only,) = kept_overviews(service.versions, 1, second.seal.sealed_unix_ns)
+    assert only.name == "first", "names come before others"
+    await service.versions.release(MODEL, "first")
+    assert service.versions.listed() == {MODEL: [second]} == {MODEL: reading(service.models[MODEL].checkpoints)}
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.seals import sealed
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
 from tests.unit.support.async_tests import as_test
 
 from deltasync.base.clock import steady_ns
+from deltasync.checkpoints.kept import KeptVersion
 from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.follow import Follow
 from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -187,5 +190,20 @@ async def test_a_pause_hides_no_failure(local: LocalModel) -> None:
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica}, pause=Pause(0, "anna"))
     lag = report(consumer, view.standing(consumer.policy), time.time_ns())
     assert (lag.state, lag.paused and lag.paused.otherwise) == ("paused", "failed")
-    (failed,) = (each for each in consumer_metrics([consumer], [lag]) if each.name.endswith("consumer_failed"))
+    (failed,) = (each for each in consumer_metrics([consumer], [lag], 0) if each.name.endswith("consumer_failed"))
     assert [sample.value for sample in failed.samples] == [1]
+
+
+def test_the_time_for_which_a_kept_version_is_followed_is_counted() -> None:
+    kept = KeptVersion(model="clicks", name="good", id="i", seal=sealed(1), bytes=1, kept_unix_ns=0, by="anna")
+    consumer, now_unix_ns = Consumer("top", "clicks", 0), 10_000_000_000
+
+    def counted() -> float:
+        metrics = {each.name: each for each in consumer_metrics([consumer], [], now_unix_ns)}
+        (sample,) = metrics["deltasync_consumer_follows_seconds"].samples
+        return sample.value
+
+    assert counted() == 0
+    for since, seconds in ((4_000_000_000, 6), (11_000_000_000, 0)):  # The clock may have been set back.
+        consumer.follows = Follow(kept, since, "anna")
+        assert counted() == seconds

@@ -2,6 +2,7 @@
 
 import { Filter, hint, make, say, Table } from "./dom.js";
 import { Distribution, fillBar, inAll, legend, LineChart, mostly, total } from "./draw.js";
+import { by } from "./processes.js";
 import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, UNKNOWN, urgency, version, worst } from "./text.js";
 
 const POINTS = 300;
@@ -142,6 +143,21 @@ function wrongReplicas({ consumers }) {
   return consumers.reduce((all, each) => all + each.wrong.length, 0);
 }
 
+// The last cuts, and the older versions that are kept, newest first.
+function cutsAndKept({ cuts, kept }) {
+  const key = (line) => `${line.model}/${line.version}`;
+  const lines = new Map(cuts.map((each) => [key(each), { ...each, kept: [] }]));
+  for (const each of kept) {
+    if (!lines.has(key(each))) lines.set(key(each), { ...each, rows: null, bytes: null, seconds: null, kept: [] });
+    lines.get(key(each)).kept.push(each);
+  }
+  return [...lines.values()].sort(by("seconds_ago"));
+}
+
+function keptAs({ name, followers }) {
+  return `${name || "without a name"}${followers.length ? `, followed by ${followers.join(", ")}` : ""}`;
+}
+
 export function overviewView() {
   const cards = { sync: card("In sync?"), stale: card("How stale?"), much: card("How much?"), cut: card("Last cut") };
   const flow = new Flow();
@@ -159,11 +175,12 @@ export function overviewView() {
     { title: "fresh, p50", number: true, cell: (line) => seconds(line.freshness.p50) },
     { title: "fresh, p99", number: true, cell: (line) => seconds(line.freshness.p99) },
   ], (line) => line.consumer);
-  const cuts = new Table("Cuts", [
+  const cuts = new Table("Cuts and kept versions", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
-    { title: "time of each phase", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
-    { title: "slowest phase", number: true, cell: (line) => mostly(line.seconds) },
-    { title: "total", number: true, cell: (line) => inAll(line.seconds) },
+    { title: "kept as", words: true, cell: (line) => line.kept.map(keptAs).join("; ") },
+    { title: "time of each phase", cell: (line) => (line.seconds ? { fill: (cell) => fillBar(cell, line.seconds, longest) } : UNKNOWN) },
+    { title: "slowest phase", number: true, cell: (line) => (line.seconds ? mostly(line.seconds) : UNKNOWN) },
+    { title: "total", number: true, cell: (line) => (line.seconds ? inAll(line.seconds) : UNKNOWN) },
     { title: "rows", number: true, cell: (line) => count(line.rows) },
     { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
     { title: "ago", number: true, cell: (line) => seconds(line.seconds_ago) },
@@ -211,7 +228,7 @@ export function overviewView() {
     flow.show(status);
     fillConsumers(status);
     longest = Math.max(1e-9, ...status.cuts.map((each) => total(each.seconds)));
-    cuts.fill(status.cuts);
+    cuts.fill(cutsAndKept(status));
     events.fill([...status.events].reverse());
     charts.rows.draw(throughput.times, throughput.rows);
     charts.bytes.draw(throughput.times, throughput.bytes);

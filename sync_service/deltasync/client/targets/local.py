@@ -73,6 +73,10 @@ class LocalTarget(Generic[C, R]):
         """Whether to write a first copy as it arrives. With `reads="copies"` old rows stay readable instead."""
         return self.reads == "pause" and not self.position.number
 
+    def newest(self) -> Reading:
+        """The version of the rows that readers get, without waiting for a release. Read rows with `reading`."""
+        return self._served.reading
+
     @property
     def event_time_unix_ns(self) -> int | None:
         """See `Reading`."""
@@ -181,6 +185,7 @@ class _Side(Generic[C, R]):
                 step=release.step,
                 step_end_unix_ns=release.step_end_unix_ns,
                 event_time_unix_ns=release.event_time_unix_ns,
+                kept=release.kept,
             )
             self.unfinished = ""
             return written

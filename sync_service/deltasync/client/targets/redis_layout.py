@@ -50,6 +50,7 @@ class Meta:
         version: all rows are of this version or newer. Its step and times are as in `Release`; None before the
             first release.
         tables: the tables with rows in the store.
+        kept: the name of the kept version, as in `Release`.
         writing: the version that is being written, or 0. Meanwhile, rows are of either version.
     """
 
@@ -60,6 +61,7 @@ class Meta:
     step: int | None = None
     step_end_unix_ns: int | None = None
     event_time_unix_ns: int | None = None
+    kept: str = ""
     writing: int = 0
 
     def begun(self, release: Release, tables: "tuple[StoredTable, ...]") -> "Meta":
@@ -81,6 +83,7 @@ class Meta:
             step=release.step,
             step_end_unix_ns=release.step_end_unix_ns,
             event_time_unix_ns=release.event_time_unix_ns,
+            kept=release.kept,
             writing=0,
         )
 
@@ -90,6 +93,7 @@ class Meta:
         return {
             "format": str(FORMAT),
             "model": self.model,
+            "kept": self.kept,
             "history": self.position.history,
             "number": str(self.position.number),
             "seal": str(self.position.seal),
@@ -123,7 +127,7 @@ class Meta:
         numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
         tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
         position = Position(fields["history"], int(fields["number"]), int(fields["seal"]))
-        return cls(fields["model"], tables, position, **numbers)
+        return cls(fields["model"], tables, position, kept=fields["kept"], **numbers)
 
 
 _NUMBERS = ("version", "step", "step_end_unix_ns", "event_time_unix_ns", "writing")

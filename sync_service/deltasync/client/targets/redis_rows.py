@@ -37,6 +37,7 @@ class RedisRows:
             step=meta.step,
             step_end_unix_ns=meta.step_end_unix_ns,
             event_time_unix_ns=meta.event_time_unix_ns,
+            kept=meta.kept,
         )
 
     def lookup(self, table: str, keys: Ids) -> tuple[Values, Mask]:

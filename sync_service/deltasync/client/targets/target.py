@@ -33,6 +33,8 @@ class Reading:
         step_end_unix_ns: end of that step, nanoseconds since 1970; None before the first release.
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
             nanoseconds since 1970; None if the trainer does not report it.
+        kept: the name of the kept version that the consumer followed; empty if it followed the newest version, or
+            a version without a name.
     """
 
     position: Position = field(default_factory=Position)
@@ -40,6 +42,7 @@ class Reading:
     step: int | None = None
     step_end_unix_ns: int | None = None
     event_time_unix_ns: int | None = None
+    kept: str = ""
 
     @property
     def age_seconds(self) -> float | None:
@@ -85,6 +88,8 @@ class Release:
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
             nanoseconds since 1970; None if the trainer does not report it.
         model: the model's name.
+        kept: the name of the kept version to which it brings the replica; empty for the newest version, or a
+            version without a name.
         more: whether more parts of this first copy follow. The target must not be read before the last one.
         continues: whether this is a later part of a first copy.
     """
@@ -100,6 +105,7 @@ class Release:
     bytes: int = 0
     event_time_unix_ns: int | None = None
     model: str = ""
+    kept: str = ""
     more: bool = False
     continues: bool = False
 

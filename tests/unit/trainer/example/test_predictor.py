@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltasync.client import Position, ServiceFailed, ValueType
+from deltasync.client.targets.target import Reading
 from deltasync.client.targets.torch_target import ModuleReading
 from deltasync.trainer.example import predictor
 from deltasync.trainer.example.model import ClickModel, outputs, quantised
@@ -74,10 +75,14 @@ class Held:
             yield ModuleReading(
                 module=self.module,
                 version=self.version.number,
+                kept="good",
                 step=70,
                 step_end_unix_ns=self.step_end_unix_ns,
                 event_time_unix_ns=self.event_time_unix_ns,
             )
+
+    def newest(self) -> Reading:
+        return Reading(version=self.version.number, kept="good")
 
     def check(self) -> None:
         """It has not stopped."""
@@ -105,7 +110,7 @@ def test_an_answer_has_the_model_s_scores_and_says_which_version_made_them(http:
     found = answer.json()
     expected = outputs(held.module, batch_of(BODY.encode(), OPTIONS.ids))
     assert torch.equal(torch.tensor(found["scores"], dtype=torch.float32), expected)
-    assert (found["version"], found["step"], found["age_of"]) == (7, 70, "event")
+    assert (found["version"], found["kept"], found["step"], found["age_of"]) == (7, "good", 70, "event")
     assert found["age_seconds"] >= 3
     held.event_time_unix_ns = None
     found = http.post("/predict", content=BODY).json()
@@ -121,7 +126,8 @@ def test_a_predictor_that_is_not_ready_says_why_and_is_alive(http: Client, held:
     assert http.get("/livez").status_code == 200
     assert metric(http, "predictor_ready") == 0
     held.ready = True
-    assert http.get("/ready").status_code == 200
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"version": 7, "kept": "good"})
     assert metric(http, "predictor_ready") == 1
 
 

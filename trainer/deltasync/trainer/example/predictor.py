@@ -88,6 +88,7 @@ class Prediction(BaseModel):
     Attributes:
         scores: log odds of a click for each event.
         version: the model's version number.
+        kept: the name of this version, if the consumer follows a kept one; otherwise empty.
         step: the trainer's step of that version; null if unknown.
         age_seconds: time since the newest event that it was trained on, or since its step ended; null if unknown.
         age_of: the start of `age_seconds`: `event` or `step`.
@@ -95,9 +96,17 @@ class Prediction(BaseModel):
 
     scores: list[float]
     version: int
+    kept: str
     step: int | None
     age_seconds: float | None
     age_of: Literal["event", "step"]
+
+
+class Served(BaseModel):
+    """The version that a predictor serves, and its name if the consumer follows a kept one."""
+
+    version: int
+    kept: str
 
 
 def request_of(features: Features) -> bytes:
@@ -174,6 +183,7 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
     return Prediction(
         scores=scores.tolist(),
         version=reading.version,
+        kept=reading.kept,
         step=reading.step,
         age_seconds=reading.age_seconds,
         age_of="step" if reading.event_time_unix_ns is None else "event",
@@ -192,11 +202,12 @@ def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, 
         return JSONResponse({"detail": str(error)}, status)
 
     @app.get("/ready")
-    async def ready() -> str:
-        """Say whether to send requests here; a 503 says why not."""
+    async def ready() -> Served:
+        """Say whether to send requests here, and which version answers them; a 503 says why not."""
         if not subscriber.ready:
             raise ServiceUnavailable(f"not ready: {subscriber.readiness.reason}")
-        return "ready"
+        served = target.newest()
+        return Served(version=served.version, kept=served.kept)
 
     @app.post("/predict")
     async def answer(request: Request) -> Prediction:
