@@ -16,6 +16,7 @@ from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
+from deltasync.service.versions import Versions
 from deltasync.views.registry import ViewRegistry
 
 _LOOK_SECONDS = 1.0
@@ -32,6 +33,7 @@ class Following:
         registry: ConsumerRegistry,
         consumers: Consumers,
         views: ViewRegistry,
+        versions: Versions,
         history_seconds: float,
         events: Events,
     ) -> None:
@@ -39,6 +41,7 @@ class Following:
         self._registry = registry
         self._consumers = consumers
         self._views = views
+        self._versions = versions
         self._history_seconds = history_seconds
         self._events = events
         self._due = dict[str, float]()  # When to look for a later version, by consumer and `time.monotonic`.
@@ -162,7 +165,7 @@ class Following:
             self._due[name] = time.monotonic() + pause
         kept, lines = list[KeptVersion](), list[HistoryLine]()
         if not (objection and objection.in_force):
-            kept = [each for each in await _kept(model) if _is_past(each, model)]
+            kept = [each for each in self._versions.listed().get(model.name, ()) if _is_past(each, model)]
             lines = await asyncio.to_thread(_lines, model.log, distance)
         follows = consumer.follows
         if follows is None or follows.distance is not distance:  # An operator was faster.
@@ -173,7 +176,8 @@ class Following:
         async with self._models.changing:
             there = self._registry.consumers.get(name) is consumer and self._models.get(model.name) is model
             # Somebody may have released the version, or changed what the consumer follows.
-            if there and consumer.follows is follows and version.id in {each.id for each in await _kept(model)}:
+            ids = {each.id for each in self._versions.listed().get(model.name, ())}
+            if there and consumer.follows is follows and version.id in ids:
                 text = f"follows {version.words}, {distance.words}: {consumer.waits}"
                 await self._set(consumer, follows.gone_on(version, time.time_ns(), ITSELF), text, ITSELF)
 

@@ -98,10 +98,16 @@ class Service:
         self.histories = Histories(
             self.models, self.registry, self.consumers, options.history_seconds, self.events
         )
-        self.following = Following(
-            self.models, self.registry, self.consumers, self.views, options.history_seconds, self.events
-        )
         self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events)
+        self.following = Following(
+            self.models,
+            self.registry,
+            self.consumers,
+            self.views,
+            self.versions,
+            options.history_seconds,
+            self.events,
+        )
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)
 
