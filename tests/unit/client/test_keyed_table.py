@@ -84,7 +84,7 @@ def test_keys_of_any_pattern_are_found_after_few_looks(step: int, negative: bool
     index = KeyIndex()
     index.put(keys, np.arange(count))
     assert np.array_equal(index.find(keys), np.arange(count))
-    slots = index._slots
+    slots = index.slots
     taken = np.flatnonzero(slots[:, 1] >= 0)
     apart = (taken - key_kernels.first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
     looks = np.zeros(len(slots), np.int64)
@@ -102,7 +102,7 @@ def test_erased_keys_take_no_memory_for_long() -> None:
         assert table.erase(keys).all()
     assert len(table) == 0
     assert len(table._rows) < 4000
-    assert len(table._index._slots) < 16_000
+    assert len(table._index.slots) < 16_000
 
 
 def test_what_is_read_is_a_copy() -> None:

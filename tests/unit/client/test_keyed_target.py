@@ -11,7 +11,7 @@ from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_table import KeyIndex
-from deltasync.client.targets.keyed_target import KeyedTarget, _KeyedCopy
+from deltasync.client.targets.keyed_target import KeyedTarget, KeyedCopy
 from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release
 from deltasync.core.rows import Ids
@@ -62,7 +62,7 @@ def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch
     # Of many keys that takes long; readers wait while a release is written.
     table = dataclasses.replace(USER, rows=1000)
     id_map = dataclasses.replace(RAW_IDS, rows=1000)
-    copy, made = _KeyedCopy(), list[int]()
+    copy, made = KeyedCopy(), list[int]()
     fill = KeyIndex._fill
 
     def record(index: KeyIndex, held: tuple[Ids, Ids], more: int) -> None:

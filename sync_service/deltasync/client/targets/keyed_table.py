@@ -1,12 +1,18 @@
 """Tables with 64-bit keys, for bulk lookups and changes."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.rows import Ids, Mask, Values, distinct
 from deltasync.kernels import keys as key_kernels
+
+# Makes an array of zeros of a shape and a type.
+Allocate: TypeAlias = Callable[[tuple[int, int], Any], NDArray[Any]]
+Slots = NDArray[np.int64]
 
 _FIRST_ROWS = 16
 _FIRST_SLOTS = 16
@@ -16,11 +22,31 @@ class KeyIndex:
     """A hash map from int64 keys to places, which are whole numbers from 0.
 
     At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
+
+    Attributes:
+        slots: [n, 2] of keys and places, see `kernels.keys`.
     """
 
-    def __init__(self) -> None:
+    slots: Slots
+
+    def __init__(self, allocate: Allocate = np.zeros) -> None:
+        """Start without keys. `allocate` makes the array of slots, and later larger ones."""
+        self._allocate = allocate
         self._keys = self._used = 0
         self._clear(_FIRST_SLOTS)
+        self._compile()
+
+    @classmethod
+    def of(cls, slots: Slots, allocate: Allocate) -> "KeyIndex":
+        """An index over slots that another one filled."""
+        index = cls.__new__(cls)
+        index._allocate, index.slots = allocate, slots
+        index._keys = int(np.count_nonzero(slots[:, 1] >= 0))
+        index._used = int(np.count_nonzero(slots[:, 1] != key_kernels.EMPTY))
+        index._compile()
+        return index
+
+    def _compile(self) -> None:
         for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
             each.compile()  # Now, so that no reader waits for the compiler.
 
@@ -31,35 +57,35 @@ class KeyIndex:
     def find(self, keys: Ids) -> Ids:
         """The places of keys ([n], in any order): int64 [n], -1 for missing keys."""
         places = np.empty(len(keys), np.int64)
-        key_kernels.find(self._slots, np.ascontiguousarray(keys), places)
+        key_kernels.find(self.slots, np.ascontiguousarray(keys), places)
         return places
 
     def put(self, keys: Ids, places: Ids) -> None:
         """Add or change the places [n] of keys [n]. If a key appears several times, the last one counts."""
         if not self._fits(len(keys)):
             self._fill(self.items(), len(keys))
-        added, used = key_kernels.put(self._slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
+        added, used = key_kernels.put(self.slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
         self._keys, self._used = self._keys + added, self._used + used
 
     def remove(self, keys: Ids) -> None:
         """Remove keys ([n]); missing keys are ignored."""
-        self._keys -= key_kernels.remove(self._slots, np.ascontiguousarray(keys))
+        self._keys -= key_kernels.remove(self.slots, np.ascontiguousarray(keys))
 
     def items(self) -> tuple[Ids, Ids]:
         """All keys and their places: int64 [n] each, in no order."""
-        used = self._slots[self._slots[:, 1] >= 0]
+        used = self.slots[self.slots[:, 1] >= 0]
         return used[:, 0], used[:, 1]
 
     def with_room(self, keys: int) -> "KeyIndex":
         """This index if it has room for this number of new keys, else a larger copy."""
         if self._fits(keys):
             return self
-        larger = KeyIndex()
+        larger = KeyIndex(self._allocate)
         larger._fill(self.items(), keys)
         return larger
 
     def _fits(self, keys: int) -> bool:
-        return 2 * (self._used + keys) <= len(self._slots)
+        return 2 * (self._used + keys) <= len(self.slots)
 
     def _fill(self, items: tuple[Ids, Ids], more: int) -> None:
         """Rebuild with these keys, and enough slots that they and `more` keys fill at most a third."""
@@ -67,8 +93,8 @@ class KeyIndex:
         self.put(*items)
 
     def _clear(self, slots: int) -> None:
-        self._slots = np.empty((slots, 2), np.int64)
-        self._slots[:, 1] = key_kernels.EMPTY
+        self.slots = self._allocate((slots, 2), np.int64)
+        self.slots[:, 1] = key_kernels.EMPTY
         self._keys = self._used = 0
 
 

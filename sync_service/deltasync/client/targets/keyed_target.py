@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places
-from deltasync.client.targets.local import LocalTarget
+from deltasync.client.targets.keyed_table import Allocate, KeyedRows, KeyIndex, Places
+from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.numpy_target import rows_at, staged_rows
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
 from deltasync.core.digests import RowDigests
@@ -19,7 +19,7 @@ from deltasync.core.tables import TableKind, TableSpec, raw_ids_of
 Entries = NDArray[np.int64]
 
 
-class KeyedTarget(LocalTarget["_KeyedCopy", "KeyedReading"]):
+class KeyedTarget(LocalTarget["KeyedCopy", "KeyedReading"]):
     """Keeps tables as rows by key: by raw id if the model has a map of raw ids for the table, else by row number.
 
     Deleted rows and rows without a raw id cannot be looked up. Checksums cover all rows. The target drops tables
@@ -35,8 +35,8 @@ class KeyedTarget(LocalTarget["_KeyedCopy", "KeyedReading"]):
         Raises:
             InvalidInput: `reads` is not "pause" or "copies".
         """
-        copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
-        super().__init__(reads, [(each, KeyedReading(tables=each.tables)) for each in copies])
+        copies = [KeyedCopy() for _ in range(number_of_copies(reads))]
+        super().__init__(reads, [Side(each, KeyedReading(tables=each.tables)) for each in copies])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,21 @@ class KeyedReading(Reading):
     tables: "Mapping[str, KeyedRows]"
 
 
-class _KeyedCopy:
+class KeyedCopy:
     """The tables of a model by row number, with an index from raw ids to rows for each map.
 
     Attributes:
         tables: the tables for lookups, by name.
+        by_number: the same tables by row number, by name.
+        indices: the rows by raw id, of each table with a map, by the table's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Allocate = np.zeros) -> None:
+        """Start with no tables; `allocate` makes their arrays."""
+        self._allocate = allocate
         self.tables: dict[str, KeyedRows] = {}
-        self._by_number: dict[str, _Table] = {}
-        self._indices: dict[str, KeyIndex] = {}
+        self.by_number: dict[str, NumberedTable] = {}
+        self.indices: dict[str, KeyIndex] = {}
 
     def stage(self, release: Release) -> Callable[[], Written]:
         """See `Copy`.
@@ -69,10 +73,10 @@ class _KeyedCopy:
             Contradiction: two rows would get the same raw id, or a row id is outside of its table; nothing was
                 written.
         """
-        by_number = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
+        by_number = {table.name: self._with_room(table, self._kept(table, release)) for table in release.tables}
         puts = [by_number[rows.table.name].stage(rows) for rows in release.rows]
         digests: list[RowDigests | None] = [None] * len(puts)
-        fresh = {name for name, table in by_number.items() if table is not self._by_number.get(name)}
+        fresh = {name for name, table in by_number.items() if table is not self.by_number.get(name)}
         maps = maps_of(release.tables)
         changes = {
             table.name: self._change(table, maps[table.name], by_number[table.name].there, release)
@@ -80,7 +84,7 @@ class _KeyedCopy:
             if table.name in maps
         }
         indices = {of: change.index for of, change in changes.items()}
-        made = {of for of, index in indices.items() if index is not self._indices.get(of)}
+        made = {of for of, index in indices.items() if index is not self.indices.get(of)}
         before = dict(self.tables)  # Freed after the write, because freeing takes time, too.
         places: dict[str, Places] = {name: _RowNumbers(table.there) for name, table in by_number.items()}
         places.update(indices)
@@ -96,7 +100,7 @@ class _KeyedCopy:
 
         def write() -> Written:
             put(unread=False)
-            self._by_number, self._indices = by_number, indices
+            self.by_number, self.indices = by_number, indices
             for name in before.keys() - tables.keys():
                 del self.tables[name]
             self.tables.update(tables)
@@ -110,19 +114,19 @@ class _KeyedCopy:
         here = self._of(table)
         return None if here is None else rows_at(here.rows, ids)
 
-    def _kept(self, table: TableSpec, release: Release) -> "_Table | None":
+    def _kept(self, table: TableSpec, release: Release) -> "NumberedTable | None":
         """The table's current rows; None if the release resets them."""
         return None if release.resets(table) else self._of(table)
 
-    def _of(self, table: TableSpec) -> "_Table | None":
+    def _of(self, table: TableSpec) -> "NumberedTable | None":
         """The current table, unless its rows now have another form."""
-        here = self._by_number.get(table.name)
+        here = self.by_number.get(table.name)
         return here if here and (here.rows.shape[1], here.rows.dtype) == (table.dim, table.dtype) else None
 
     def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> "_IndexChange":
         """The changes of a table's index, or of a new index if the table or its map is reset."""
         stays = all(self._kept(each, release) for each in (table, id_map))
-        index = self._indices.get(table.name) if stays else None
+        index = self.indices.get(table.name) if stays else None
         rows = [rows for rows in release.rows if rows.table.name == table.name]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
         before = self._kept(id_map, release)
@@ -130,27 +134,28 @@ class _KeyedCopy:
         change = RawIdChange.of(touched, entries, lambda rows: _entries(before, rows))
         if index is not None:
             _check_others(id_map.name, index, change)
-        return _index_change(index, change, there, rows)
+        return _index_change(index or KeyIndex(self._allocate), index is not None, change, there, rows)
+
+    def _with_room(self, table: TableSpec, current: "NumberedTable | None") -> "NumberedTable":
+        """A table with the rows of `current` and room for all others."""
+        if current and len(current.rows) >= table.rows:
+            return current
+        rows = self._allocate((table.rows, table.dim), table.dtype)
+        larger = NumberedTable(rows, self._allocate((table.rows, 1), np.bool_)[:, 0])
+        if current:
+            larger.rows[: len(current.rows)], larger.there[: len(current.there)] = current.rows, current.there
+        return larger
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class NumberedTable:
     """A table by row number, and a mask of the existing rows. Deleted and never written rows do not exist."""
 
     rows: Values
     there: Mask
 
-    @classmethod
-    def with_room(cls, table: TableSpec, current: "_Table | None") -> "_Table":
-        """A table with the rows of `current` and room for all others."""
-        if current and len(current.rows) >= table.rows:
-            return current
-        larger = cls(np.zeros((table.rows, table.dim), table.dtype), np.zeros(table.rows, np.bool_))
-        if current:
-            larger.rows[: len(current.rows)], larger.there[: len(current.there)] = current.rows, current.there
-        return larger
-
     def stage(self, rows: RowBatch) -> Callable[[], RowDigests | None]:
+        """Prepare to write rows; the returned function returns their digests in memory."""
         put = staged_rows(self.rows, rows.ids, rows.values, digested=True)
 
         def write() -> RowDigests | None:
@@ -198,20 +203,21 @@ class _IndexChange:
 
 
 def _index_change(
-    index: KeyIndex | None, change: "RawIdChange", there: Mask, rows: Sequence[RowBatch]
+    index: KeyIndex, goes_on: bool, change: "RawIdChange", there: Mask, rows: Sequence[RowBatch]
 ) -> _IndexChange:
-    """The changes of an index. `there` is a mask of the existing rows before the release's `rows`."""
+    """The changes of an index, which is new unless it `goes_on`. `there` is a mask of the existing rows before the
+    release's `rows`.
+    """
     before, after = there[change.rows], there[change.rows]
     for each in rows:
         after[change.at(each.ids)] = not each.deleted
-    before &= (change.before != 0) & (index is not None)
+    before &= (change.before != 0) & goes_on
     after &= change.after != 0
     changed = (before != after) | (change.before != change.after)
     erased, added = before & changed, after & changed
     keys = raw_ids_of(change.after[added])
     # A larger index is built here, before readers have to wait.
-    index = (KeyIndex() if index is None else index).with_room(len(keys))
-    return _IndexChange(index, raw_ids_of(change.before[erased]), keys, change.rows[added])
+    return _IndexChange(index.with_room(len(keys)), raw_ids_of(change.before[erased]), keys, change.rows[added])
 
 
 def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
@@ -224,7 +230,7 @@ def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
         raise two_rows(table, int(raw_ids[at]), [int(owners[at]), int(change.rows[named][at])])
 
 
-def _entries(id_map: _Table | None, rows: Ids) -> Entries:
+def _entries(id_map: NumberedTable | None, rows: Ids) -> Entries:
     """The entries of rows in a map, zeros if there is none."""
     entries = np.zeros(len(rows), np.int64)
     if id_map:

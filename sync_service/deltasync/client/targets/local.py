@@ -36,11 +36,11 @@ class LocalTarget(Generic[C, R]):
         reads: "pause": one copy; readers wait while a release is written. "copies": two copies; no reader waits.
     """
 
-    def __init__(self, reads: Reads, copies: Sequence[tuple[C, R]]) -> None:
-        """Use these copies, each with the object that its readers get."""
+    def __init__(self, reads: Reads, sides: "Sequence[Side[C, R]]") -> None:
+        """Use these copies; the first one is served first."""
         self.reads = reads
-        self._sides = [_Side(copy, reading) for copy, reading in copies]
-        self._served = self._sides[0]
+        self._sides = sides
+        self._served = sides[0]
 
     @contextmanager
     def reading(self) -> Iterator[R]:
@@ -105,7 +105,7 @@ class LocalTarget(Generic[C, R]):
         for side, write in staged:
             written.append(side.write(write, release))
             if side is staged[0][0]:
-                self._served = side
+                self._serve(side)
         first, *others = written
         return first if first and all(map(first.same_as, others)) else None
 
@@ -119,13 +119,17 @@ class LocalTarget(Generic[C, R]):
             served = None if served is None or other is None else _agreed(served, other)
         return served
 
+    def _serve(self, side: "Side[C, R]") -> None:
+        """Let readers use this copy from now on."""
+        self._served = side
+
     @property
     def _copies(self) -> list[C]:
         """All copies, the served one first. Only the subscriber's thread may use the others."""
         return [side.copy for side in self._served_first]
 
     @property
-    def _served_first(self) -> "list[_Side[C, R]]":
+    def _served_first(self) -> "list[Side[C, R]]":
         return sorted(self._sides, key=lambda side: side is not self._served)
 
     def _torn(self) -> str | None:
@@ -156,7 +160,7 @@ def _agreed(rows: Values, others: Values) -> Values:
     return agreed
 
 
-class _Side(Generic[C, R]):
+class Side(Generic[C, R]):
     """A copy and its gate.
 
     Attributes:
@@ -173,6 +177,7 @@ class _Side(Generic[C, R]):
         self.unfinished = ""
 
     def write(self, write: Callable[[], Written | None], release: Release) -> Written | None:
+        """Write a release that `Copy.stage` has prepared, while readers wait."""
         with self.gate.writing():
             self.unfinished = _FIRST_COPY if release.more else f"part of version {release.version}"
             written = write()

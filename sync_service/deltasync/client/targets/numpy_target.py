@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.local import LocalTarget
+from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
 from deltasync.core.digests import RowDigests, row_digests, weights
 from deltasync.core.rows import BLOCK_ROWS, Ids, Values
@@ -32,7 +32,7 @@ class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
             InvalidInput: `reads` is not "pause" or "copies".
         """
         arrays = [_Arrays() for _ in range(number_of_copies(reads))]
-        super().__init__(reads, [(each, TableReading(tables=each.tables)) for each in arrays])
+        super().__init__(reads, [Side(each, TableReading(tables=each.tables)) for each in arrays])
 
     @property
     def tables(self) -> dict[str, Values]:

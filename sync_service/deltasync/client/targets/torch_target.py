@@ -14,7 +14,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.words import counted
-from deltasync.client.targets.local import LocalTarget
+from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
 from deltasync.client.targets.torch_binding import (
     Binding,
@@ -81,7 +81,7 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
         self._followed: list[TableSpec] = []
         modules = [module, *(copy_of(module) for _ in range(number_of_copies(reads) - 1))]
         super().__init__(
-            reads, [(ModuleCopy(each, self._leave_out), ModuleReading(module=each)) for each in modules]
+            reads, [Side(ModuleCopy(each, self._leave_out), ModuleReading(module=each)) for each in modules]
         )
 
     @property
