@@ -21,7 +21,7 @@ from tests.unit.trainer.tracking.test_id_maps import (
 from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mc_modules import MCHEvictionPolicy
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHEvictionPolicy
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import TableSpec
@@ -164,6 +164,7 @@ def test_raw_ids_have_their_rows_again_and_new_ones_take_free_rows(
     loaded: Any = model_of(other := sorted_ids(policy))
     loaded.train()["collided"](lookups([71, 72, 73, 74, 75, 76, 77]))  # It gives them rows.
     state = load_export(loaded, file)
+    assert other.evict() is None, "it would reset rows"
     assert rows_of(loaded)[RAW_IDS].tolist() == rows_of(published)[RAW_IDS].tolist()
     for each in (published, loaded):
         each.eval()
@@ -176,6 +177,17 @@ def test_raw_ids_have_their_rows_again_and_new_ones_take_free_rows(
     known = dict(zip(other._mch_sorted_raw_ids.tolist(), other._mch_remapped_ids_mapping.tolist(), strict=True))
     assert {raw: known.get(raw) for raw in rows} == rows, "others were evicted although rows were free"
     assert sorted(known[raw] for raw in (21, 22, 23, 24)) == [1, 2, 4, 6]
+
+
+def test_an_id_that_is_as_rare_as_loaded_ones_evicts_none(tmp_path: Path) -> None:
+    collisions = sorted_ids(LFU_EvictionPolicy)
+    rows = {10 * row: row for row in range(ROWS - 1)}
+    fill(collisions, rows)
+    file = write_export(tmp_path / "version", model_of(collisions))
+    loaded: Any = model_of(other := sorted_ids(LFU_EvictionPolicy))
+    load_export(loaded, file)
+    loaded.train()["collided"](lookups([71]))
+    assert other._mch_sorted_raw_ids.tolist()[: ROWS - 1] == list(rows)
 
 
 def test_a_map_that_uses_the_row_for_unknown_ids_is_refused(tmp_path: Path) -> None:

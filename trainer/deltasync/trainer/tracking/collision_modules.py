@@ -214,8 +214,8 @@ class CollisionMapShard:
     def staged(self, entries: torch.Tensor) -> Callable[[], None]:
         """Check another map for this rank's rows; returns a function that writes it into the module.
 
-        Ids of the map begin with the lowest counts and the latest times for evictions, and evictions that the
-        module has still to report are dropped.
+        For evictions, its raw ids then count as looked up once, just now. Evictions that the module has not
+        reported yet are dropped.
 
         Args:
             entries: the rows of the map's table, [n, 1], in host memory.
@@ -245,12 +245,10 @@ class CollisionMapShard:
             module.evict()
             module._mch_sorted_raw_ids.fill_(FREE_ID)[: len(raw)] = raw.to(module.device)
             module._mch_remapped_ids_mapping.copy_(mapping)
-            now = int(module._current_iter_tensor)
-            # Free rows come first in evictions.
-            firsts = {"counts": (1, 0), "last_access_iter": (now, now - 1)}
+            # As if each id had been looked up once, now. Free rows go first, having lower numbers or the same.
+            firsts = {"counts": 1, "last_access_iter": int(module._current_iter_tensor)}
             for name, numbers in module._mch_metadata.items():
-                known, unknown = firsts.get(name, (0, 0))
-                numbers.fill_(unknown)[: len(raw)] = known
+                numbers.fill_(0)[: len(raw)] = firsts.get(name, 0)
 
         return write
 
