@@ -51,11 +51,18 @@ class Trainer:
         run: str = "r",
         started: int = 1,
         seed: int = 0,
+        continues: Position | None = None,
     ) -> None:
         self.tables = list(tables)
         self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
         self._random = np.random.default_rng(seed)
-        options = PublisherOptions(service=address, model="clicks", run=run, run_started_unix_ns=started)
+        options = PublisherOptions(
+            service=address,
+            model="clicks",
+            run=run,
+            run_started_unix_ns=started,
+            continues=continues or Position(),
+        )
         self.publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
         self.wait_seconds = WAIT  # For a cut to be sealed.

@@ -24,7 +24,7 @@ from typing import Any
 
 from deltasync.base.arguments import check_name
 from deltasync.base.decision import Decision
-from deltasync.base.errors import InvalidInput
+from deltasync.base.errors import InvalidInput, NotPermitted
 
 
 class Role(Enum):
@@ -156,6 +156,17 @@ def author() -> str:
 def may_read() -> bool:
     """Whether answers to the current caller may contain names, runs and counts."""
     return caller().may(Role.READ).yes
+
+
+def check_may(role: Role, name: str) -> None:
+    """Check that the current caller has a role for a model or consumer, or role admin.
+
+    Raises:
+        NotPermitted: it has neither.
+    """
+    decision = caller().may(role, name)
+    if not decision.yes and not caller().may(Role.ADMIN).yes:
+        raise NotPermitted(f"{decision.reason}, or role admin")
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")

@@ -60,7 +60,7 @@ def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
     answer_errors(app)
     routers = (
         overview_routes(sampler, access),
-        consumer_routes(models, on.registry, on.consumers, on.brake, removals),
+        consumer_routes(on),
         lag_routes(sampler),
         table_routes(models, sampler.answers),
         model_routes(models, removals),
@@ -71,7 +71,7 @@ def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
         checkpoint_routes(models, on.checkpoints),
         log_routes(on.events),
         operation_routes(on),
-        version_routes(on.versions, on.draining),
+        version_routes(on),
     )
     # `include_router` would make each route twice.
     app.router.routes += [route for router in routers for route in router.routes]

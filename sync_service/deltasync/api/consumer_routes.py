@@ -1,20 +1,20 @@
 """Consumers over HTTP: list, create, change, pause and delete them."""
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from deltasync.access.roles import author
+from deltasync.access.roles import Role, author, check_may
+from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import json_object, text_body, text_of
-from deltasync.base.errors import NotOwner
+from deltasync.base.errors import InvalidInput, NotOwner
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.consumers.follow import BACK, STAY, Distance
+from deltasync.consumers.history import HistoryLine
 from deltasync.core.policy import FIELDS, Policy, PolicyField
-from deltasync.service.consumers import Consumers
-from deltasync.service.models import Models
-from deltasync.service.operators import Brake, Removals
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class ConsumerLine:
     """A consumer in a list.
 
     `paused` has the time, author and reason of a pause, and is empty without one. `follows` has the kept version
-    that it follows, the time and the author; it is empty for the newest version.
+    that it follows, the time and the author; it is empty for the newest version. `objects` has the time, author
+    and reason of its objection, and is empty without one.
     """
 
     consumer: str
@@ -32,18 +33,46 @@ class ConsumerLine:
     policy: dict[str, Any]
     paused: str
     follows: str
+    objects: str
 
 
-_VERSION = text_body("version", "Name or number of a kept version, or `live`.", "before-launch", required=True)
+_VERSION = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "version": {
+                            "type": "string",
+                            "description": "Name or number of a kept version, or `live`; with `after`, the first.",
+                        },
+                        "after": {"type": "string", "description": "A consumer to follow at a distance."},
+                        "behind_seconds": {"type": "number", "minimum": 0, "description": "The distance."},
+                        "on_objection": {"enum": [STAY, BACK], "default": STAY},
+                    },
+                    "additionalProperties": False,
+                },
+                "examples": {
+                    "version": {"value": {"version": "before-launch"}},
+                    "distance": {"value": {"after": "canary", "behind_seconds": 1200}},
+                },
+            }
+        },
+    }
+}
+_REASON = text_body("reason", "What is wrong with the version that it serves.", "its AUC fell", required=True)
+_Since = Annotated[float, Query(ge=0, description="Only lines of the last seconds.")]
+_Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines.")]
 
 
 _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "The consumer was created."}}
 
 
-def consumer_routes(
-    models: Models, registry: ConsumerRegistry, consumers: Consumers, brake: Brake, removals: Removals
-) -> APIRouter:
-    """Routes for consumers, their policies, pauses and replicas."""
+def consumer_routes(on: Collaborators) -> APIRouter:
+    """Routes for consumers, their policies, pauses and replicas, and for what they follow and served."""
+    models, registry, consumers, following = on.models, on.registry, on.consumers, on.following
     routes = APIRouter(prefix="/consumers")
 
     @routes.get("", name="consumers")
@@ -89,23 +118,43 @@ def consumer_routes(
     async def pause(name: str, request: Request) -> ConsumerLine:
         """Pause a consumer: its replicas get no new rows. Needs role admin."""
         by = author()
-        return _line(await brake.pull(name, await reason_of(request), by))
+        return _line(await on.brake.pull(name, await reason_of(request), by))
 
     @routes.delete("/{name}/pause")
     async def resume(name: str) -> ConsumerLine:
         """Resume a paused consumer. Its replicas get the current rows. Needs role admin."""
-        return _line(await brake.release(name, author()))
+        return _line(await on.brake.release(name, author()))
 
     @routes.put("/{name}/version", openapi_extra=_VERSION)
     async def follow(name: str, request: Request) -> ConsumerLine:
-        """Let a consumer follow a kept version, or "live". Needs role admin."""
-        version = text_of(await json_object(request, ("version",)), "version")
-        return _line(await consumers.follow(name, version, author()))
+        """Let a consumer follow a kept version, "live", or another consumer at a distance. Needs role admin."""
+        by, body = author(), await json_object(request, ("version", "after", "behind_seconds", "on_objection"))
+        if "after" not in body and body.keys() <= {"version"}:
+            return _line(await following.follow(name, text_of(body, "version"), by))
+        distance = Distance(text_of(body, "after"), _seconds_of(body), text_of(body, "on_objection", STAY))
+        return _line(await following.follow_consumer(name, distance, text_of(body, "version", ""), by))
+
+    @routes.post("/{name}/object", openapi_extra=_REASON)
+    async def raise_objection(name: str, request: Request) -> ConsumerLine:
+        """Raise an objection to what a consumer serves. Needs role subscribe for this consumer, or admin."""
+        check_may(Role.SUBSCRIBE, name)
+        reason = text_of(await json_object(request, ("reason",)), "reason")
+        return _line(await following.object(name, reason, author()))
+
+    @routes.delete("/{name}/object")
+    async def withdraw_objection(name: str) -> ConsumerLine:
+        """Withdraw the objection of a consumer. Needs role admin."""
+        return _line(await following.withdraw(name, author()))
+
+    @routes.get("/{name}/history")
+    async def history(name: str, since_seconds: _Since = 3600.0, last: _Last = 1000) -> list[HistoryLine]:
+        """What the replicas of a consumer served when, oldest first."""
+        return await on.histories.of(name, since_seconds, last)
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:
         """Forget a replica that is away; the lag no longer includes it. Needs role admin."""
-        await removals.forget_replica(name, replica, author())
+        await on.removals.forget_replica(name, replica, author())
 
     return routes
 
@@ -115,8 +164,17 @@ def _line(consumer: Consumer) -> ConsumerLine:
     connected = sum(replica.stream is not None for replica in fleet)
     policy = consumer.policy.as_dict()
     paused = consumer.pause.words if consumer.pause else ""
-    follows = consumer.follows.words if consumer.follows else ""
-    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused, follows)
+    follows = "; ".join(filter(None, [consumer.follows.words, consumer.waits])) if consumer.follows else ""
+    objection = consumer.objection
+    objects = objection.words if objection and objection.in_force else ""
+    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused, follows, objects)
+
+
+def _seconds_of(body: dict[str, Any]) -> float:
+    seconds = body.get("behind_seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise InvalidInput("body: expected behind_seconds as a number")
+    return float(seconds)
 
 
 def _is_owned(owners: Owners, model: str) -> bool:

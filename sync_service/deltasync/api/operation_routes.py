@@ -18,7 +18,9 @@ from deltasync.model.model import Model
 from deltasync.service.backup import Backups
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
+from deltasync.service.following import Following
 from deltasync.service.fsck import Checked, check_service
+from deltasync.service.history import Histories
 from deltasync.service.hosting import drain_process
 from deltasync.service.models import Models
 from deltasync.service.operators import Brake, Removals, verify_replica
@@ -36,6 +38,8 @@ class Collaborators:
     views: ViewRegistry
     checkpoints: Checkpoints
     versions: Versions
+    histories: Histories
+    following: Following
     removals: Removals
     brake: Brake
     data_dir: Path

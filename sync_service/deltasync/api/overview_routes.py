@@ -142,7 +142,7 @@ def lag_routes(sampler: Sampler) -> APIRouter:
         """
         return await answers.lag(name)
 
-    @routes.get("/consumers/{name}/history")
+    @routes.get("/consumers/{name}/lag/history")
     async def history(name: str) -> LagHistory:
         """The lag of a consumer over the last minutes."""
         return sampler.histories.of(sources.consumers.get(name).name)

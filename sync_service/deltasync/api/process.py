@@ -316,6 +316,8 @@ def routes_of(service: Service) -> Collaborators:
         views=service.views,
         checkpoints=service.checkpoints,
         versions=service.versions,
+        histories=service.histories,
+        following=service.following,
         removals=service.removals,
         brake=service.brake,
         data_dir=service.options.data_dir,

@@ -1,14 +1,14 @@
 """Kept versions over HTTP."""
 
-import asyncio
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 
 from deltasync.access.roles import author
+from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.checkpoints.kept import KeptVersion
-from deltasync.service.versions import Versions
+from deltasync.service.rollback import roll_back
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,17 @@ class KeptLine:
     own_bytes: int
 
 
-def version_routes(versions: Versions, draining: asyncio.Event) -> APIRouter:
+@dataclass(frozen=True)
+class RollbackLine:
+    """The newest version of a model after a rollback."""
+
+    model: str
+    version: int
+
+
+def version_routes(on: Collaborators) -> APIRouter:
     """The routes of kept versions."""
-    router = APIRouter()
+    router, versions = APIRouter(), on.versions
 
     @router.get("/models/{name}/versions")
     async def kept_versions(name: str) -> list[KeptLine]:
@@ -44,13 +52,23 @@ def version_routes(versions: Versions, draining: asyncio.Event) -> APIRouter:
     async def keep(name: str, request: Request) -> KeptLine:
         """Keep the newest version of a model. Needs role admin."""
         kept_name = text_of(await json_object(request, ("name",), optional=True), "name", "")
-        kept = await while_wanted(request, draining, versions.keep(name, kept_name, author()))
+        kept = await while_wanted(request, on.draining, versions.keep(name, kept_name, author()))
         return _line(kept, 0)
 
     @router.delete("/models/{name}/versions/{version}", status_code=204)
     async def release(name: str, version: str) -> None:
         """Stop keeping a version, given by its name or number. Needs role admin."""
         await versions.release(name, version, author())
+
+    @router.post("/models/{name}/rollback", openapi_extra=_ROLLBACK)
+    async def rollback(name: str, request: Request) -> RollbackLine:
+        """Make the rows of a kept version the newest version of a model. Needs role admin.
+
+        Replicas of consumers that follow the newest version get them. The running trainer is stopped.
+        """
+        by, version = author(), text_of(await json_object(request, ("version",)), "version")
+        position = await while_wanted(request, on.draining, roll_back(on.models, name, version, on.events, by))
+        return RollbackLine(name, position.number)
 
     return router
 
@@ -69,4 +87,5 @@ def _line(kept: KeptVersion, own_bytes: int) -> KeptLine:
     )
 
 
+_ROLLBACK = text_body("version", "Name or number of a kept version.", "before-launch", required=True)
 _KEEP = text_body("name", "A name, which lasts until release.", "before-launch", required=False)

@@ -93,7 +93,12 @@ class EventKind(Enum):
     CONSUMER_FOLLOWS = (
         "consumer_follows",
         logging.WARNING,
-        "A consumer follows a kept version, or the newest one again; names who did it.",
+        "A consumer follows a kept version, or the newest one again; names who did it and why.",
+    )
+    CONSUMER_OBJECTS = (
+        "consumer_objects",
+        logging.WARNING,
+        "A consumer raised an objection to what it serves, or withdrew it; names who did it and why.",
     )
     CONSUMER_PAUSED = (
         "consumer_paused",
@@ -141,6 +146,11 @@ class EventKind(Enum):
         "cut_quarantined",
         logging.ERROR,
         "A cut with suspicious rows was sealed, and the consumers of its model were paused.",
+    )
+    MODEL_ROLLED_BACK = (
+        "model_rolled_back",
+        logging.WARNING,
+        "An operator made the rows of a kept version the newest version of its model.",
     )
     VERSION_KEPT = "version_kept", logging.INFO, "A version of a model was kept; names who did it."
     VERSION_RELEASED = (

@@ -444,8 +444,14 @@ class CheckpointStore:
         Raises:
             StorageFailed: the place could not be read, or a file is damaged.
         """
-        place = self._places[-1]
-        return [unpack_kept(each.name, place.get(each.name)) for each in self._kept_files(place)]
+        place, versions = self._places[-1], list[KeptVersion]()
+        for each in self._kept_files(place):
+            try:
+                versions.append(unpack_kept(each.name, place.get(each.name)))
+            except CheckpointDamaged:
+                if each.name in {file.name for file in self._kept_files(place)}:  # Else it was released meanwhile.
+                    raise
+        return versions
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002
         """The manifest of the checkpoint with an id.

@@ -1,14 +1,15 @@
 """`deltasync consumers` and `replicas`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
 from deltasync.base.errors import InvalidInput
+from deltasync.base.words import utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options, suggested
-from deltasync.cli.output import json_lines, json_option, say, seconds, show, text_table, watch_option
+from deltasync.cli.output import json_lines, json_option, say, seconds, show, size, text_table, watch_option
 from deltasync.client.admin import Admin, EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField
@@ -61,6 +62,20 @@ class _AmountParameter(click.ParamType[float]):
             return int(value)
         except ValueError:
             return click.FLOAT.convert(value, param, ctx)
+
+
+class _Duration(click.ParamType[float]):
+    """Seconds, from a number with a unit."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See `click.ParamType`."""
+        number, unit = (value[:-1], value[-1]) if isinstance(value, str) else (value, "s")
+        try:
+            return float(number) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}[unit]
+        except (KeyError, ValueError):
+            self.fail(f"{value!r}: expected a number with a unit: 30s, 20m, 2h or 1d", param, ctx)
 
 
 def policy_options(function: F) -> F:
@@ -162,18 +177,109 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
 @click.argument("name")
 @click.option("--version", default="", metavar="VERSION", help="Name or number of a kept version of its model.")
 @click.option("--live", is_flag=True, help="Follow the newest version again.")
+@click.option(
+    "--after", default="", metavar="CONSUMER", help="Follow another consumer of its model at a distance."
+)
+@click.option("--behind", type=_Duration(), default=None, show_default=False, help="The distance, such as 20m.")
+@click.option(
+    "--on-objection",
+    type=click.Choice(["stay", "back"]),
+    default="stay",
+    help="With --after: stay at the version, or go back to the one before.",
+)
 @operator_options(changes=True)
-def follow_version(name: str, version: str, live: bool, service: Endpoint) -> None:
+def follow_version(
+    name: str,
+    version: str,
+    live: bool,
+    after: str,
+    behind: float | None,
+    on_objection: Literal["stay", "back"],
+    service: Endpoint,
+) -> None:
     """Let the replicas of consumer NAME hold exactly a kept version while training continues.
+
+    With --after and --behind they get the newest kept version that every replica of another consumer has proven
+    for that long without an objection (`consumers object`), and later ones by themselves. Use it to try versions
+    on a small fleet first. --version then names the first one.
 
     An older version is a rollback: the replicas get the rows that differ, whatever the policy holds back. The
     service needs memory for one more copy of the tables while it makes the release, and from then on for the rows
     of a consumer without a policy.
     """
-    if bool(version) == live:
-        raise click.UsageError("name a version with --version, or use --live")
+    if bool(after) != (behind is not None) or live + bool(version or after) != 1:
+        raise click.UsageError("use --version, --live, or --after with --behind")
+    if after and behind is not None:
+        follows = Admin(service).follow_consumer(name, after, behind, on_objection, version)
+        say(f"consumer {name} follows {follows}")
+        return
     Admin(service).follow_version(name, "live" if live else version)
     say(f"consumer {name} follows {'the newest version' if live else f'version {version}'}")
+
+
+@consumers.command("object", context_settings=CONTEXT)
+@click.argument("name")
+@click.option("--reason", default="", show_default=False, help="What is wrong with the version that it serves.")
+@click.option("--withdraw", is_flag=True, help="Withdraw the objection. Needs role admin.")
+@operator_options()
+def raise_objection(name: str, reason: str, withdraw: bool, service: Endpoint) -> None:
+    """Raise an objection to what consumer NAME serves.
+
+    Until it is withdrawn, consumers that follow NAME at a distance get no later version. Needs role read and role
+    subscribe for NAME, or admin.
+    """
+    if bool(reason) == withdraw:
+        raise click.UsageError("use --reason or --withdraw")
+    if withdraw:
+        Admin(service).withdraw_objection(name)
+        say(f"the objection of consumer {name} is withdrawn")
+        return
+    Admin(service).object(name, reason)
+    say(f"consumer {name} objects; withdraw it with: {suggested(f'consumers object {name} --withdraw')}")
+
+
+@consumers.command("history", context_settings=CONTEXT)
+@click.argument("name")
+@click.option("--since", type=_Duration(), default="1h", help="How far to look back, such as 20m.")
+@click.option("--last", type=click.IntRange(1, 100_000), default=1000, help="Maximum number of lines.")
+@json_option
+@operator_options()
+def consumer_history(name: str, since: float, last: int, service: Endpoint, as_json: bool) -> None:
+    """Show what the replicas of consumer NAME served when, oldest first.
+
+    There is a line for each change, at most one a second, and one a minute without changes.
+
+    \b
+    when     time of the line, in UTC
+    release  newest release that a replica had proven; without a policy, the newest version
+    version  version of this release; step and events: of this version; rows and bytes: of this release
+    follows  kept version that the consumer followed; empty for the newest version
+    proven   replicas that had proven this version
+    behind   the other replicas, with their versions
+    """
+    lines = Admin(service).history(name, since, last)
+    if as_json:
+        say(*json_lines(lines))
+        return
+    titles = ("when", "release", "version", "step", "events", "rows", "bytes", "follows", "proven", "behind")
+    say(*(text_table(titles, map(_history_row, lines)) if lines else ["no replica has served anything"]))
+
+
+def _history_row(line: dict[str, Any]) -> tuple[Any, ...]:
+    version, events, replicas = line["version"], line["event_time_unix_ns"], line["replicas"]
+    behind = [f"{each} {held}" for each, held in replicas.items() if held < version]
+    return (
+        utc(line["unix_ns"]),
+        line["number"],
+        version,
+        line["step"],
+        "" if events is None else utc(events),
+        line["rows"],
+        size(line["bytes"]),
+        line["follows"],
+        f"{len(replicas) - len(behind)}/{len(replicas)}",
+        ", ".join(behind),
+    )
 
 
 @consumers.command("pause", context_settings=CONTEXT)

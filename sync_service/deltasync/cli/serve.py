@@ -371,6 +371,12 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     help="Versions kept by --keep-every-seconds that are younger than this also stay.",
 )
 @click.option(
+    "--history-seconds",
+    type=click.FloatRange(60),
+    default=86_400.0,
+    help="How long to store what consumers served. A consumer can follow another one at most this far behind.",
+)
+@click.option(
     "--table-memory",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,

@@ -8,7 +8,7 @@ from deltasync.base.errors import NotFound
 from deltasync.base.words import counted, listed, utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.output import json_lines, json_option, print_missing, say, show, size, text_table
+from deltasync.cli.output import json_lines, json_option, print_missing, say, show, size, text_table, waiting_for
 from deltasync.client.admin import Admin, EachProcess
 from deltasync.client.endpoint import Endpoint
 
@@ -76,7 +76,23 @@ def delete_table(model: str, table: str, service: Endpoint) -> None:
 
 @click.group()
 def models() -> None:
-    """Delete models."""
+    """Delete models, and roll them back."""
+
+
+@models.command("rollback", context_settings=CONTEXT)
+@click.argument("name")
+@click.option("--version", required=True, metavar="VERSION", help="Name or number of a kept version of the model.")
+@operator_options(changes=True)
+def roll_back(name: str, version: str, service: Endpoint) -> None:
+    """Make the rows of a kept version the newest version of model NAME.
+
+    All consumers follow that are not told to follow something else, whatever their policies hold back. The running
+    trainer is stopped, and refused until it restarts from that version (`deltasync export`) or an earlier one. The
+    service needs memory for one more copy of the tables meanwhile.
+    """
+    with waiting_for(service):
+        newest = Admin(service).roll_back(name, version)
+    say(f"model {name} is rolled back: version {newest} has the rows of version {version}")
 
 
 @models.command("delete", context_settings=CONTEXT)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
@@ -100,6 +100,73 @@ class Admin:
             NotFound: no such consumer, or no such kept version.
         """
         self._ask("PUT", f"{_consumer(consumer)}/version", {"version": str(version)})
+
+    def follow_consumer(
+        self,
+        consumer: str,
+        after: str,
+        behind_seconds: float,
+        on_objection: Literal["stay", "back"] = "stay",
+        version: str | int = "",
+    ) -> str:
+        """Let a consumer follow another one at a distance.
+
+        Its replicas get the newest kept version that all replicas of the other consumer have proven for that long
+        without an objection.
+
+        Args:
+            consumer: the name of the consumer.
+            after: the name of the other consumer, of the same model.
+            behind_seconds: the distance.
+            on_objection: whether to stay at the version on an objection, or to go back to the one before.
+            version: the first version; empty = the one that it follows, or the newest one that the other consumer
+                has proven for long enough.
+
+        Returns:
+            What it follows now, in words.
+
+        Raises:
+            NotFound: no such consumer or kept version, or none is proven for long enough.
+            Contradiction: both would follow each other, or they have different models.
+            InvalidInput: the distance is longer than the service stores what consumers served.
+        """
+        body = {"after": after, "behind_seconds": behind_seconds, "on_objection": on_objection}
+        follows = self._object("PUT", f"{_consumer(consumer)}/version", body | {"version": str(version)})[
+            "follows"
+        ]
+        return str(follows)
+
+    def object(self, consumer: str, reason: str) -> None:
+        """Raise an objection to what a consumer serves: consumers that follow it get no later version.
+
+        Raises:
+            NotFound: no such consumer.
+            InvalidInput: the reason is empty, has more than 400 characters or several lines.
+        """
+        self._ask("POST", f"{_consumer(consumer)}/object", {"reason": reason})
+
+    def withdraw_objection(self, consumer: str) -> None:
+        """Withdraw the objection of a consumer.
+
+        Raises:
+            NotFound: no such consumer.
+        """
+        self._ask("DELETE", f"{_consumer(consumer)}/object")
+
+    def history(self, consumer: str, since_seconds: float = 3600.0, last: int = 1000) -> list[dict[str, Any]]:
+        """What the replicas of a consumer served when, oldest first.
+
+        Args:
+            consumer: the name of the consumer.
+            since_seconds: how far to look back.
+            last: the maximum number of lines; the newest ones count.
+
+        Raises:
+            NotFound: no such consumer.
+        """
+        path = f"{_consumer(consumer)}/history?since_seconds={since_seconds:g}&last={last}"
+        lines: list[dict[str, Any]] = self._ask("GET", path)
+        return lines
 
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a disconnected replica, which then no longer counts for lag.
@@ -258,6 +325,28 @@ class Admin:
             NotFound: no such model, or no such kept version.
         """
         self._ask("DELETE", f"{_model(model)}/versions/{quote(str(version), safe='')}")
+
+    def roll_back(self, model: str, version: str | int, timeout_seconds: float = _DAY_SECONDS) -> int:
+        """Make the rows of a kept version the newest version of a model.
+
+        Replicas of consumers that follow the newest version get them. A trainer that goes on from a later version
+        is refused: restart it from that version, see `deltasync.trainer.load_export`.
+
+        Args:
+            model: the model.
+            version: the name or number of a kept version.
+            timeout_seconds: maximum duration.
+
+        Returns:
+            The number of the new version.
+
+        Raises:
+            NotFound: no such model, or no such kept version.
+            Contradiction: the version belongs to a past that the model has discarded, for example after a restore.
+            StorageFailed: the version cannot be read, or there is no room.
+        """
+        body = {"version": str(version)}
+        return int(self._object("POST", f"{_model(model)}/rollback", body, timeout_seconds)["version"])
 
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
         """Move a model to another process of the service. The service writes a checkpoint first.

@@ -9,7 +9,7 @@ from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
-from deltasync.consumers.follow import Follow
+from deltasync.consumers.follow import Distance, Follow, Objection
 from deltasync.consumers.pause import Pause, joined
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
@@ -192,6 +192,8 @@ class Consumer:
         signal: wakes with each change of the policy, of a replica or of an offset.
         pause: the pause; None if the consumer is not paused.
         follows: the kept version that it follows; None = the newest version.
+        waits: why it does not go on to a later kept version; empty if it does not follow at a distance.
+        objection: its last objection; None if it never raised one.
         brake: wakes the streams that wait for the end of a pause.
         moved: whether its model has left this process.
         durations: durations of the deliveries to its replicas.
@@ -209,6 +211,8 @@ class Consumer:
     signal: Signal = field(default_factory=Signal)
     pause: Pause | None = None
     follows: Follow | None = None
+    waits: str = ""
+    objection: Objection | None = None
     brake: Signal = field(default_factory=Signal)
     moved: bool = False
     durations: DeliveryDurations = field(default_factory=DeliveryDurations)
@@ -217,6 +221,11 @@ class Consumer:
     def fleet(self) -> list[Replica]:
         """All replicas except guests."""
         return [replica for replica in self.replicas.values() if not replica.guest]
+
+    @property
+    def distance(self) -> Distance | None:
+        """How it follows another consumer; None if it does not."""
+        return self.follows.distance if self.follows else None
 
     def hold(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""

@@ -1,16 +1,50 @@
-"""Kept versions that consumers follow."""
+"""Which versions consumers follow: kept ones, or those that another consumer has proven; and objections."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deltasync.base.errors import Contradiction
-from deltasync.base.words import utc
+from deltasync.base.errors import Contradiction, InvalidInput
+from deltasync.base.words import LONGEST_TEXT, duration, utc
 from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
+from deltasync.consumers.history import HistoryLine, proven_since
 from deltasync.core.seal import SealHistory
 
 # What a request to follow a version calls the newest one.
 LIVE = "live"
+# What a consumer at a distance does on an objection.
+STAY, BACK = "stay", "back"
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A consumer that follows another one goes on to a kept version by itself, once the other has proven it.
+
+    Attributes:
+        after: the name of the other consumer.
+        behind_seconds: how long all of its replicas must have proven a version without an objection.
+        on_objection: `stay` at the version, or go `back` to the one before.
+        before: the version before the present one; None at the start, and after it went back.
+
+    Raises:
+        InvalidInput: a value is none of those that are allowed.
+    """
+
+    after: str
+    behind_seconds: float
+    on_objection: str = STAY
+    before: KeptVersion | None = None
+
+    def __post_init__(self) -> None:
+        if self.behind_seconds < 0:
+            raise InvalidInput(f"behind_seconds: {self.behind_seconds}, expected 0 or more")
+        if self.on_objection not in (STAY, BACK):
+            raise InvalidInput(f"on_objection: {self.on_objection!r}, expected {STAY} or {BACK}")
+
+    @property
+    def words(self) -> str:
+        """The other consumer and the distance, in words."""
+        return f"{duration(self.behind_seconds)} behind consumer {self.after!r}"
 
 
 @dataclass(frozen=True)
@@ -21,16 +55,108 @@ class Follow:
         kept: the kept version.
         since_unix_ns: when it began, nanoseconds since 1970.
         by: name of the person or program that requested it.
+        distance: how it goes on to later versions by itself; None = it stays at this one.
     """
 
     kept: KeptVersion
     since_unix_ns: int
     by: str
+    distance: Distance | None = None
 
     @property
     def words(self) -> str:
-        """The version, the start and the author, in words."""
-        return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}"
+        """The version, the start, the author and the distance, in words."""
+        distance = f", {self.distance.words}" if self.distance else ""
+        return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}{distance}"
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids of the kept versions that it needs."""
+        before = self.distance.before if self.distance else None
+        return {self.kept.id, before.id} if before else {self.kept.id}
+
+    def gone_on(self, kept: KeptVersion, now_unix_ns: int, by: str) -> "Follow":
+        """The same distance at another version. After going back, it cannot go back further."""
+        if self.distance is None:
+            return Follow(kept, now_unix_ns, by)
+        before = self.kept if kept.version > self.kept.version else None
+        return Follow(kept, now_unix_ns, by, replace(self.distance, before=before))
+
+
+@dataclass(frozen=True)
+class Objection:
+    """A consumer's objection to what it serves. Consumers that follow it at a distance get no later version.
+
+    Attributes:
+        since_unix_ns: when it was raised, nanoseconds since 1970.
+        by: name of the person or program that raised it.
+        reason: their reason.
+        until_unix_ns: when it was withdrawn; None = it is in force.
+
+    Raises:
+        InvalidInput: the reason is empty, too long, or not printable.
+    """
+
+    since_unix_ns: int
+    by: str
+    reason: str
+    until_unix_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.reason) <= LONGEST_TEXT or not self.reason.isprintable():
+            raise InvalidInput(f"reason: use 1 to {LONGEST_TEXT} printable characters in one line")
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it has not been withdrawn."""
+        return self.until_unix_ns is None
+
+    @property
+    def words(self) -> str:
+        """The start, the author and the reason, in words."""
+        return f"objects since {utc(self.since_unix_ns)} by {self.by}: {self.reason}"
+
+
+def next_version(
+    follows: Follow | None,
+    distance: Distance,
+    versions: Sequence[KeptVersion],
+    lines: Sequence[HistoryLine],
+    objection: Objection | None,
+    now_unix_ns: int,
+) -> tuple[KeptVersion | None, str]:
+    """The kept version to which a consumer at a distance goes on, or back.
+
+    Args:
+        follows: what it follows now; None = nothing yet.
+        distance: its distance.
+        versions: kept versions, oldest first.
+        lines: the history of the other consumer, oldest first; at least of the time that the distance covers.
+        objection: the last objection of the other consumer; None if it never raised one.
+        now_unix_ns: the current time, nanoseconds since 1970.
+
+    Returns:
+        The version, or None to stay; and the reason in words.
+    """
+    after = f"consumer {distance.after!r}"
+    if objection and objection.in_force:
+        if distance.on_objection == BACK and distance.before:
+            return distance.before, f"goes back, because {after} {objection.words}"
+        return None, f"stays, because {after} {objection.words}"
+    later = [each for each in versions if follows is None or each.version > follows.kept.version]
+    if not later:
+        return None, "no later version is kept"
+    waits = f"{after} has proven no later kept version"
+    for kept in reversed(later):
+        if (since := proven_since(lines, kept.version)) is None:
+            continue
+        if objection and objection.until_unix_ns:
+            since = max(since, objection.until_unix_ns)
+        left = distance.behind_seconds - (now_unix_ns - since) / 1e9
+        if left <= 0:
+            return kept, f"{after} has proven {kept.words} since {utc(since)}"
+        waits = f"{after} has proven {kept.words} since {utc(since)}, {duration(left)} to go"
+    return None, waits
 
 
 def check_past(kept: KeptVersion, seals: SealHistory) -> None:
@@ -47,21 +173,28 @@ def check_past(kept: KeptVersion, seals: SealHistory) -> None:
         )
 
 
-def follow_record(follows: Follow | None) -> dict[str, Any]:
-    """The fields in the record of a consumer; none if it follows the newest version."""
-    if follows is None:
-        return {}
-    return {
-        "follows": {
-            "kept": kept_record(follows.kept),
-            "since_unix_ns": follows.since_unix_ns,
-            "by": follows.by,
-        }
-    }
+def follow_record(follows: Follow | None, objection: Objection | None) -> dict[str, Any]:
+    """The fields in the record of a consumer; none if it follows the newest version and has never objected."""
+    fields = dict[str, Any]()
+    if follows:
+        record = {"kept": kept_record(follows.kept), "since_unix_ns": follows.since_unix_ns, "by": follows.by}
+        fields["follows"] = record | ({"distance": asdict(follows.distance)} if follows.distance else {})
+    if objection:
+        fields["objection"] = asdict(objection)
+    return fields
 
 
 def follow_of_record(record: Mapping[str, Any]) -> Follow | None:
     """What the consumer of a record follows; None for the newest version."""
     if (fields := record.get("follows")) is None:
         return None
-    return Follow(kept_of_record(fields["kept"]), fields["since_unix_ns"], fields["by"])
+    distance = None
+    if stored := fields.get("distance"):
+        before = kept_of_record(stored["before"]) if stored["before"] else None
+        distance = Distance(**{**stored, "before": before})
+    return Follow(kept_of_record(fields["kept"]), fields["since_unix_ns"], fields["by"], distance)
+
+
+def objection_of_record(record: Mapping[str, Any]) -> Objection | None:
+    """The last objection of the consumer of a record; None if it never raised one."""
+    return Objection(**record["objection"]) if "objection" in record else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.follow import follow_of_record, follow_record
+from deltasync.consumers.follow import follow_of_record, follow_record, objection_of_record
 from deltasync.consumers.pause import pause_of_record, pause_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -164,7 +164,7 @@ def consumer_record(consumer: Consumer) -> dict[str, Any]:
         "created_unix_ns": consumer.created_unix_ns,
         "policy": consumer.policy.as_dict(),
     }
-    return record | pause_record(consumer.pause) | follow_record(consumer.follows)
+    return record | pause_record(consumer.pause) | follow_record(consumer.follows, consumer.objection)
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
@@ -173,6 +173,14 @@ def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
         fields = unpack_json(record)
         policy = Policy.from_dict(fields["policy"])
         pause, follows = pause_of_record(fields), follow_of_record(fields)
+        objection = objection_of_record(fields)
         return Consumer(
-            name, fields["model"], fields["created_unix_ns"], policy, replicas, pause=pause, follows=follows
+            name,
+            fields["model"],
+            fields["created_unix_ns"],
+            policy,
+            replicas,
+            pause=pause,
+            follows=follows,
+            objection=objection,
         )

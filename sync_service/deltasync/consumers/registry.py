@@ -22,7 +22,8 @@ from deltasync.base.errors import (
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.follow import Follow
+from deltasync.consumers.follow import Follow, Objection
+from deltasync.consumers.history import history_stream
 from deltasync.consumers.offsets import OffsetLog, consumer_record, offset_name, recorded_consumers
 from deltasync.consumers.pause import (
     ITSELF,
@@ -34,7 +35,7 @@ from deltasync.consumers.pause import (
 )
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.log.log_store import Logs, LogStore
+from deltasync.log.log_store import LAST_NUMBER, Logs, LogStore
 from deltasync.log.records import pack_json, reading, unpack_json
 
 _LONGEST_INSTANCE = 64
@@ -109,6 +110,11 @@ class ConsumerRegistry:
     def of_model(self, model: str) -> list[Consumer]:
         """The consumers that follow a model."""
         return [consumer for consumer in self.consumers.values() if consumer.model == model]
+
+    def followers_of(self, consumer: str) -> list[str]:
+        """The names of the consumers that follow another one at a distance."""
+        every = self.consumers.items()
+        return [name for name, each in every if each.distance and each.distance.after == consumer]
 
     async def create(self, name: str, model: str, policy: Policy) -> Consumer:
         """Create a consumer. If it exists with the same policy, do nothing.
@@ -187,6 +193,19 @@ class ConsumerRegistry:
             consumer.signal.wake()
             return consumer
 
+    async def object(self, name: str, objection: Objection) -> Consumer:
+        """Set the last objection of a consumer; durable once this returns.
+
+        Raises:
+            NotFound: no consumer has that name.
+            StorageFailed: it could not be written; nothing changed.
+        """
+        async with self._creating:
+            consumer = self.get(name)
+            await self._write(replace(consumer, objection=objection))
+            consumer.objection = objection
+            return consumer
+
     async def hold_back(self, model: str, version: int, reason: str) -> None:
         """Put a version of a model in quarantine; durable once this returns.
 
@@ -258,6 +277,7 @@ class ConsumerRegistry:
         consumer.end_streams()
         log = self._logs.of(consumer.model)
         offsets = self._offsets[log].all_forgotten(name)
+        log.truncate(history_stream(name), LAST_NUMBER)
         await asyncio.wrap_future(log.put_all({**offsets, f"consumer/{name}": None}))
 
     def connect(

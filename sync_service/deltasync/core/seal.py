@@ -1,6 +1,8 @@
 """The seal of a cut, which makes it a version of a history."""
 
 import hashlib
+import re
+import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from typing import Any
 
 from deltasync.base.clock import Moment, Succession
 from deltasync.base.errors import InvalidInput
+from deltasync.core.position import Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,16 @@ class Seal:
     event_time_unix_ns: int | None = None
     checksum: int = 0
 
+    @property
+    def rolls_back_to(self) -> int | None:
+        """The earlier version whose rows this version has again; None if it is no rollback."""
+        return rolled_back_to(self.run)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether its rows fit only together, so that replicas must get all of them in one release."""
+        return self.resync or self.rolls_back_to is not None
+
     def after(self, before: "Seal | None") -> "Seal":
         """Return this seal with the checksum that chains it to the seal `before`; None for the first cut."""
         chained = before.checksum if before else 0
@@ -45,17 +58,69 @@ class Seal:
         return replace(self, checksum=_checksum(text))
 
 
+_ROLLBACK = re.compile(r"rollback-to-([0-9]+)-[0-9a-f]{8}", re.ASCII)
+
+
+def rollback_run_id(version: int) -> str:
+    """A new id for the run of a rollback of a model to a version."""
+    return f"rollback-to-{version}-{uuid.uuid4().hex[:8]}"
+
+
+def rolled_back_to(run: str) -> int | None:
+    """The version to which the run with an id rolls a model back; None if it is the run of a trainer."""
+    if not run.startswith("rollback"):  # The regular expression is slow for thousands of runs.
+        return None
+    match = _ROLLBACK.fullmatch(run)
+    return int(match[1]) if match else None
+
+
 class SealHistory(deque[Seal]):
-    """The seals of a model's last cuts, oldest first.
+    """The seals of a model's last cuts, oldest first. Seals are only added at the end.
 
     Attributes:
         succession: when each version became the newest, since the service started.
+        rollbacks: the seals of rollbacks among them, and some older ones.
     """
 
     def __init__(self, seals: Iterable[Seal] = (), maxlen: int | None = None) -> None:
-        super().__init__(seals, maxlen)
+        super().__init__((), maxlen)
         self.succession = Succession()
+        self.rollbacks = list[Seal]()
         self._frozen: tuple[Seal, ...] = ()
+        self.extend(seals)
+
+    def append(self, seal: Seal) -> None:
+        """Add the newest seal."""
+        super().append(seal)
+        if seal.rolls_back_to is not None:
+            self.rollbacks.append(seal)
+
+    def extend(self, seals: Iterable[Seal]) -> None:
+        """Add seals, oldest first."""
+        for each in seals:
+            self.append(each)
+
+    def rolled_back_by(self, version: int) -> Seal | None:
+        """The rollback that discarded a version; None if the newest version builds on it."""
+        last = self.newest_version
+        for rollback in reversed(self.rollbacks):
+            if rollback.version > last:
+                continue  # A later rollback discarded this one.
+            if version >= rollback.version:
+                return None
+            last = rollback.rolls_back_to or 0
+            if version > last:
+                return rollback
+        return None
+
+    def same_rows(self, position: Position) -> Position:
+        """The position of the newest rollback to a position, which has the same rows; else the position itself."""
+        if not position.seal or self.checksum_of(position.number) != position.seal:
+            return position
+        for each in reversed(self.rollbacks):
+            if each.rolls_back_to == position.number and not self.rolled_back_by(each.version):
+                return replace(position, number=each.version, seal=each.checksum)
+        return position
 
     @property
     def newest(self) -> Seal | None:

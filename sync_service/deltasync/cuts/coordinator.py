@@ -264,6 +264,17 @@ class CutCoordinator:
             self._began_ns = steady_ns()
         self.run = run
 
+    def give_back(self, run: Run, before: Run | None) -> None:
+        """Let the run before this one publish again, after this one has failed without a sealed cut."""
+        newest, current = self.model.seals.newest, self.open_cut
+        sealing = current is not None and current.cut.complete
+        if self.run == run and not sealing and (newest is None or newest.run != run.id):
+            self.abandon(f"run {run.id} has failed")
+            self.run = before
+            self.sessions.clear()
+            if before and before.id in self._earlier:
+                self._earlier.remove(before.id)
+
     async def _seal(self, current: "OpenCut") -> None:
         try:
             position = await self.sealer.seal(current.cut, self.announced)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from deltasync.base.decision import Decision
 from deltasync.base.words import counted, utc
 from deltasync.core.position import Position, first_run_id
-from deltasync.core.seal import Seal
+from deltasync.core.seal import Seal, SealHistory, rolled_back_to
 
 # Maximum accepted difference between the clocks of two machines.
 MAX_AHEAD_NS = 300 * 10**9
@@ -48,6 +48,28 @@ class Admission(Decision):
     """Whether a run is admitted, and why; `later` means that a later attempt may succeed."""
 
     later: bool = False
+
+
+def may_go_on(run: Run, claim: Position, seals: SealHistory) -> Decision:
+    """Whether a run may go on from the position that it claims: not from one that was rolled back since."""
+    known = claim.seal and seals.checksum_of(claim.number) == claim.seal
+    rollback = seals.rolled_back_by(claim.number) if known else None
+    if rollback is None or rollback.rolls_back_to is None:
+        return Decision(True, "the model was not rolled back beyond it")
+    version = rollback.rolls_back_to
+    text = f"run {run.id} goes on from version {claim.number}, but {_rolled_back(version)}"
+    return Decision(False, f"{text}: {_restart_from(run.id, version)}")
+
+
+def _rolled_back(version: int) -> str:
+    return f"the model was rolled back to version {version}"
+
+
+def _restart_from(run: str, version: int) -> str:
+    return (
+        f"restart the trainer of run {run} from version {version} (deltasync export, load_export), or from a "
+        "checkpoint of that version or an earlier one"
+    )
 
 
 def may_join(run: Run, current: Run | None) -> Decision:
@@ -93,6 +115,8 @@ def may_publish(
     if current is None:
         return Admission(True, f"run {run.id} is the first to publish")
     both, later = f"({run}; {current})", run.started_unix_ns > current.started_unix_ns
+    if _was_there(run, current, earlier) and (version := rolled_back_to(current.id)) is not None:
+        return Admission(False, f"{_rolled_back(version)}: {_restart_from(run.id, version)}")
     if _was_there(run, current, earlier):
         was = "published" if later else "began"  # By the clocks of their machines.
         return Admission(

@@ -13,11 +13,11 @@ from deltasync.base.events import EventKind
 from deltasync.base.words import counted
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
-from deltasync.core.seal import Seal, check_event_time
+from deltasync.core.seal import Seal, check_event_time, rolled_back_to
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
 from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
-from deltasync.cuts.runs import Continuation, Run, continues
+from deltasync.cuts.runs import Continuation, Run, continues, may_go_on
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2
@@ -69,6 +69,8 @@ def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Openi
 def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:
     if not 1 <= len(message.run) <= 128:
         raise InvalidInput(f"run id {message.run!r}: use 1 to 128 characters")
+    if rolled_back_to(message.run) is not None:
+        raise InvalidInput(f"run id {message.run!r}: such ids are reserved for rollbacks")
     if not 1 <= message.world_size <= MAX_WORLD_SIZE:
         raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
     if message.rank >= message.world_size:
@@ -117,13 +119,17 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     """Admit a rank. It replaces an older stream of the same rank, or an older run.
 
     Raises:
-        Contradiction: the run, its size or a table differs from the service's.
+        Contradiction: the run, its size or a table differs from the service's; or it goes on from a version that
+            was rolled back.
         LimitReached: the limits do not allow its tables.
         StorageFailed: there is no room for a table.
         ServiceUnavailable: a version is only partly applied to the model's tables.
     """
     loop = asyncio.get_running_loop()
     layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
+    goes_on = may_go_on(opening.run, position_from_message(opening.message.continues), coordinator.model.seals)
+    if not goes_on.yes:
+        raise Contradiction(goes_on.reason)
     await coordinator.admit(opening.run, opening.tables)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
@@ -180,7 +186,7 @@ class PublishSession:
     @property
     def decision(self) -> Continuation:
         """Whether the run continues the present history."""
-        model, claim = self._model, self._claim
+        model, claim = self._model, self._model.seals.same_rows(self._claim)
         seal = model.seals.checksum_of(claim.number)
         takes_changes = self._takes_changes
         return continues(self.run, claim, model.history, model.seals.newest, seal, takes_changes=takes_changes)
@@ -248,12 +254,13 @@ class PublishSession:
             if size > MAX_CHUNK_BYTES:
                 what = f"a {'part' if received.end else 'chunk'} of at least {size} bytes of ids and values"
                 raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
-            await self._add(received.step, slot, columns.rows_of(slot, self._shards))
+            await self.add(received.step, slot, columns.rows_of(slot, self._shards))
             if number % _ROWS_AT_ONCE == 0:  # Many tables take long: let other streams run.
                 await asyncio.sleep(0)
         return await self.close(received.end) if received.end else None
 
-    async def _add(self, step: int, slot: int, batch: RowBatch) -> None:
+    async def add(self, step: int, slot: int, batch: RowBatch) -> None:
+        """Add rows to this rank's part of a cut; raises as `take` does."""
         batch.check()
         batch.check_digests()
         batch = encoded(batch.digested())

@@ -30,6 +30,7 @@ _NAMES = {
     "seals": "seal of version {number} of model {owner!r}",
     "layouts": "layout {number} of model {owner!r}",
     "releases": "record {index} of table {part} of release {number} of consumer {owner!r}",
+    "history": "line {number} in the history of consumer {owner!r}",
     "heads": "head of release {number} of consumer {owner!r}",
 }
 

@@ -15,7 +15,7 @@ from deltasync.core.position import NOWHERE, Position
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.model.releases import NO_TABLES, Release
+from deltasync.model.releases import NO_TABLES, Head, Release
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,9 @@ class Feed(Protocol):
 
     def version_of(self, number: int) -> int:
         """The version of the model's rows that a replica at `number` holds, as far as known."""
+
+    def head_of(self, number: int) -> Head | None:
+        """The version or release with a number; None if unknown."""
 
     def behind_ns(self, number: int, policy: Policy) -> int:
         """Nanoseconds for which a replica at `number` has lacked the newest release for this policy: 0 if it lacks

@@ -30,7 +30,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.rows import DamagedRows, RowBatch
-from deltasync.core.seal import Seal, SealHistory, checksum_of
+from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
@@ -229,6 +229,10 @@ class Model:
     def version_of(self, version: int) -> int:
         """The version at a position in this history."""
         return version
+
+    def head_of(self, version: int) -> Head | None:
+        """A version as the newest one; None if its seal is unknown."""
+        return Head.of(seal_of(version, self.seals)) if self.seals.checksum_of(version) else None
 
     def behind_ns(self, version: int, _policy: Policy) -> int:
         """Nanoseconds since a version was replaced by a newer one; `FOREVER_NS` if unknown."""

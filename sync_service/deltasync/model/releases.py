@@ -33,6 +33,8 @@ class Head:
         event_time_unix_ns: the time of the newest event on which the model was trained, nanoseconds since 1970;
             None if unknown.
         seal: the checksum of the seal of the version or release; 0 if unknown.
+        rows: number of rows of that version or release alone.
+        bytes: bytes of their ids and values.
     """
 
     number: int
@@ -41,13 +43,16 @@ class Head:
     step_end_unix_ns: int
     event_time_unix_ns: int | None = None
     seal: int = 0
+    rows: int = 0
+    bytes: int = 0
 
     @classmethod
     def of(cls, seal: Seal, number: int | None = None) -> "Head":
         """The head for a sealed version: the version itself, or the release with a number."""
-        checksum = seal.checksum if number is None else 0
-        number = seal.version if number is None else number
-        return cls(number, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns, checksum)
+        head = cls(seal.version, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns)
+        if number is None:
+            return replace(head, seal=seal.checksum, rows=seal.rows, bytes=seal.bytes)
+        return replace(head, number=number)
 
 
 @dataclass

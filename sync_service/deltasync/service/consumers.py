@@ -1,15 +1,13 @@
 """Creates, changes and deletes consumers for operators, the configuration and probes."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, LimitReached, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
-from deltasync.checkpoints.kept import find_kept
+from deltasync.base.words import listed
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.consumers.follow import LIVE, Follow, check_past
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
@@ -97,44 +95,21 @@ class Consumers:
         async with self._models.changing:
             return await self._update(name, policy, by)
 
-    async def follow(self, name: str, version: str, by: str = ITSELF) -> Consumer:
-        """Let a consumer follow a kept version, by its name or number, or the newest one ("live").
-
-        Raises:
-            NotFound: there is no such consumer, or no such kept version of its model.
-            Contradiction: the version belongs to a past that the model has discarded.
-            ServiceUnavailable: its model is still recovering.
-            StorageFailed: the checkpoints could not be read, or the change could not be written.
-        """
-        async with self._models.changing:  # Nobody releases the version meanwhile.
-            consumer = self.get(name)
-            follows, model = None, self._models.model(consumer.model)
-            if version != LIVE:
-                kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), model.name, version)
-                check_past(kept, model.seals)
-                follows = Follow(kept, time.time_ns(), by)
-            before = consumer.follows
-            await self._registry.follow(name, follows)
-            try:
-                await self._follow(consumer)
-            except BaseException:  # Without a view, its replicas still get the newest version.
-                await self._registry.follow(name, before)
-                raise
-            if view := self._views.get(consumer):
-                view.follow(follows)
-        text = f"follows {follows.kept.words}" if follows else "follows the newest version"
-        self._events.emit(EventKind.CONSUMER_FOLLOWS, text, consumer=name, model=consumer.model, by=by)
-        return consumer
-
     async def delete(self, name: str, by: str = ITSELF) -> None:
-        """Forget a consumer, its offsets and its view.
+        """Forget a consumer, its offsets, its history and its view.
 
         Raises:
             NotFound: no consumer has that name.
+            Contradiction: another consumer follows it.
             ServiceUnavailable: its model is still recovering.
         """
         async with self._models.changing:
             self._models.check_recovered(self._registry.get(name).model)
+            if names := self._registry.followers_of(name):
+                raise Contradiction(
+                    f"consumer {name!r} is followed by {listed(names)}: let them follow something else first "
+                    "(deltasync consumers follow)"
+                )
             try:
                 await self._registry.delete(name)
             finally:  # Otherwise a new consumer of that name would use the old view.

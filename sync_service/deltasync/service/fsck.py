@@ -15,6 +15,7 @@ from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
+from deltasync.consumers.history import history_stream
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamped_table import StampedTable
@@ -39,8 +40,9 @@ from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
 _BYTES_AT_ONCE = 4 << 20
-# Streams of a model, and of its consumers' views.
+# Streams of a model, of its consumers' views, and of its consumers.
 _OF_MODELS, _OF_VIEWS = ("cuts", "seals", "layouts"), ("heads", "releases")
+_OF_CONSUMERS = (*_OF_VIEWS, "history")
 _LATER, _FROM_TRAINER = "after the next load, the trainer has to send the rows of version", "and later"
 # Names that a service or a file system creates in a data directory.
 _TOP = frozenset({"lock", "log", CHECKPOINTS, "kernels", "endpoints.json", "endpoints.new", "lost+found"})
@@ -244,6 +246,7 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
     for each in consumers:
         for kind in _OF_VIEWS:
             _read_stream(checked, log, f"{kind}/{each}", f"replicas of consumer {each!r} get every row")
+        _read_stream(checked, log, history_stream(each), f"what consumer {each!r} served is not known completely")
 
 
 def _of_cut(error: Exception, version: int, saved: int) -> str:
@@ -270,7 +273,7 @@ def _read_stream(checked: Checked, log: LogStore, stream: str, follows: str) -> 
 def _check_others(other: Checked, log: LogStore, models: Collection[str], consumers: Collection[str]) -> None:
     """Read all small records, and the streams that belong to no model or consumer."""
     owned = {f"{kind}/{name}" for kind in _OF_MODELS for name in models}
-    owned |= {f"{kind}/{name}" for kind in _OF_VIEWS for name in consumers}
+    owned |= {f"{kind}/{name}" for kind in _OF_CONSUMERS for name in consumers}
     with other.noting():
         small = log.items("")
         other.records += len(small)

@@ -25,6 +25,7 @@ class ServiceOptions:
         keep_every_seconds: keep a version of each changed model this often; None = only on request.
         keep_last: number of the newest of these versions to keep.
         keep_for_seconds: also keep those that are younger than this.
+        history_seconds: how long to store what consumers served.
         table_memory: folder for scratch files that contain the tables; None = memory.
         release_memory_bytes: memory for rows on their way to replicas.
         replica_retention_seconds: drop a replica from its consumer's offset after it has been away this long.
@@ -42,6 +43,7 @@ class ServiceOptions:
     keep_every_seconds: float | None = None
     keep_last: int = 10
     keep_for_seconds: float = 0.0
+    history_seconds: float = 86_400.0
     table_memory: Path | None = None
     release_memory_bytes: int = 64 << 20
     replica_retention_seconds: float = 3600.0

@@ -18,6 +18,8 @@ from deltasync.log.log_store import EmbeddedLogs, LogOptions, Logs
 from deltasync.log.records import check_log
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
+from deltasync.service.following import Following
+from deltasync.service.history import Histories
 from deltasync.service.hosting import Hosting, SharedLogs
 from deltasync.service.models import Models, Publishing, Storage
 from deltasync.service.operators import Brake, Removals
@@ -47,6 +49,8 @@ class Service:
         reloading: reloads models whose rows do not match their digests.
         checkpoints: writes the checkpoints of models.
         versions: keeps versions of models.
+        histories: writes what consumers served.
+        following: changes what consumers follow.
         removals: deletes rows, tables and models for operators.
         brake: pauses and resumes consumers for operators.
         volumes: the volumes that the service writes to.
@@ -91,6 +95,12 @@ class Service:
         )
         self.reloading = Reloading(self.models, self.recovery, self.events, self.draining, tasks)
         self.checkpoints = Checkpoints(self.models, self.registry, self.views, options, self.events, self.draining)
+        self.histories = Histories(
+            self.models, self.registry, self.consumers, options.history_seconds, self.events
+        )
+        self.following = Following(
+            self.models, self.registry, self.consumers, self.views, options.history_seconds, self.events
+        )
         self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events)
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)
@@ -116,6 +126,8 @@ class Service:
             tasks.create_task(self.repeat(keep))
             tasks.create_task(self.repeat(self.volumes.look_after))
             tasks.create_task(self.reloading.run())
+            tasks.create_task(self.histories.run())
+            tasks.create_task(self.following.run())
 
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no cut is under way, but no longer than `seconds`."""

@@ -18,6 +18,8 @@ from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 
 _LOOK_SECONDS = 1.0
+# A consumer at a distance goes on later than the distance if replicas of the other one prove a version late.
+_SHARE_OF_DISTANCE = 2
 
 
 class Versions:
@@ -109,9 +111,9 @@ class Versions:
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
 
     def followers(self, kept: KeptVersion) -> list[str]:
-        """The names of the consumers that follow a kept version."""
+        """The names of the consumers that follow a kept version, or may go back to it."""
         consumers = self._registry.of_model(kept.model)
-        return sorted(each.name for each in consumers if each.follows and each.follows.kept.id == kept.id)
+        return sorted(each.name for each in consumers if each.follows and kept.id in each.follows.ids)
 
     async def run(self) -> None:
         """Keep and release versions by schedule, until cancelled. It reports failures and tries again."""
@@ -133,7 +135,9 @@ class Versions:
             before = await self._kept(model)
             if not before or before[-1].seal.checksum != model.position.seal:
                 await self.keep(model.name)
-            for each in outdated(await self._kept(model), self._options, time.time_ns()):
+            distances = [each.distance for each in self._registry.of_model(model.name) if each.distance]
+            behind = max((each.behind_seconds for each in distances), default=0.0)
+            for each in outdated(await self._kept(model), self._options, behind, time.time_ns()):
                 if not self.followers(each):
                     await self._release(model, each, ITSELF)
         except DeltasyncError as error:
@@ -144,12 +148,16 @@ class Versions:
         return await asyncio.to_thread(model.checkpoints.kept)
 
 
-def outdated(versions: Sequence[KeptVersion], options: ServiceOptions, now_unix_ns: int) -> list[KeptVersion]:
+def outdated(
+    versions: Sequence[KeptVersion], options: ServiceOptions, behind_seconds: float, now_unix_ns: int
+) -> list[KeptVersion]:
     """The versions that a schedule kept, and that are neither among the newest `keep_last` of these nor younger
-    than `keep_for_seconds`. Versions with a name stay.
+    than `keep_for_seconds`. Versions with a name stay, and those to which a consumer at a distance of
+    `behind_seconds` may still go on.
     """
     scheduled = [each for each in versions if not each.name]
-    old_ns = now_unix_ns - int(options.keep_for_seconds * 1e9)
+    seconds = max(options.keep_for_seconds, _SHARE_OF_DISTANCE * behind_seconds)
+    old_ns = now_unix_ns - int(seconds * 1e9)
     beyond = scheduled[: max(0, len(scheduled) - options.keep_last)]
     return [each for each in beyond if each.kept_unix_ns <= old_ns]
 

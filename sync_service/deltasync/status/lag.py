@@ -167,7 +167,8 @@ class ConsumerLag:
     `head_seconds_behind_events` is the age of the newest training event at the head. `seconds_behind_events` minus
     that is the time from the trainer to the replicas.
     `follows` has the kept version that it follows, since when and by whom; the lag then counts to that version.
-    It is empty for the newest version.
+    It is empty for the newest version. `objects` has the consumer's objection to what it serves; it is empty
+    without one.
     `paused` is None unless the consumer is paused. `damages` counts damaged tables of replicas since the service
     started.
     """
@@ -190,6 +191,7 @@ class ConsumerLag:
     head_seconds_behind_events: float | None = None
     paused: PauseLag | None = None
     follows: str = ""
+    objects: str = ""
 
     @property
     def fleet(self) -> list[ReplicaLag]:
@@ -224,8 +226,9 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the last cut was refused: {standing.refused}"
     if standing.unsaved:
         reason = f"{reason}; checkpoints fail: {standing.unsaved}"
-    if consumer.follows:
-        reason = f"{reason}; follows {consumer.follows.words}"
+    follows = "; ".join(filter(None, [consumer.follows.words, consumer.waits])) if consumer.follows else ""
+    objects = consumer.objection.words if consumer.objection and consumer.objection.in_force else ""
+    reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
         paused = PauseLag(pause.since, pause.by, pause.why, otherwise=state)
@@ -252,7 +255,8 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         release=_release_lag(standing.release, standing.released, now_unix_ns) if standing.release else None,
         policy=consumer.policy.as_dict(),
         paused=paused,
-        follows=consumer.follows.words if consumer.follows else "",
+        follows=follows,
+        objects=objects,
         head_seconds_behind_events=seconds_behind(seals[-1].event_time_unix_ns, now_unix_ns) if seals else None,
     )
 

@@ -46,7 +46,7 @@ def load_kept(
                 continue
             raise InvalidInput(
                 f"version {manifest.version} of model {model.name!r} has table {entry.key.name!r} from before it "
-                "was deleted, and consumers cannot go back beyond that: follow a later version"
+                "was deleted, and nothing can go back beyond that: use a later version"
             )
         policy.delivery_of(table.spec).check()
         loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)

@@ -72,16 +72,16 @@ class ReleaseHistory:
         If the release is no longer known, return `first_version`, which is a lower bound.
         """
         newest = self._newest
-        head = newest if newest and number >= newest.number else self._head(number)
+        head = newest if newest and number >= newest.number else self.head(number)
         known = head.version if head else self.first_version
         return min(number, known) if number <= self.first_version else known
 
     def seal_of(self, number: int) -> int:
         """The checksum of a release's seal; 0 if unknown."""
-        head = self._head(number)
+        head = self.head(number)
         return head.seal if head else 0
 
-    def _head(self, number: int) -> Head | None:
+    def head(self, number: int) -> Head | None:
         """The head of a release, or None if unknown. The known heads have successive numbers."""
         while newest := self._newest:
             back = newest.number - number
@@ -140,7 +140,7 @@ def head_record(head: Head) -> dict[str, Any]:
 
 
 def head_of_record(record: Mapping[str, Any]) -> Head:
-    """The head in a record."""
+    """The head in the record of a release."""
     return Head(
         number=record["number"],
         version=record["version"],
@@ -148,6 +148,8 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         step_end_unix_ns=record["step_end_unix_ns"],
         event_time_unix_ns=record.get("event_time_unix_ns"),
         seal=record["seal"],
+        rows=record["statistics"]["rows"],
+        bytes=record["statistics"]["bytes"],
     )
 
 

@@ -156,7 +156,7 @@ class ReleaseMaker:
     @property
     def _resyncs(self) -> bool:
         """Whether a new run has begun. Its rows do not fit those of the last run, so they must all go together."""
-        return any(seal.resync for seal in self._model.seals.after(self.state.compared_version))
+        return any(seal.at_once for seal in self._model.seals.after(self.state.compared_version))
 
     # The methods below run on the model's thread.
 
@@ -191,7 +191,7 @@ class ReleaseMaker:
         if wish.kept:
             seal, resyncs = wish.kept.seal, True
         # The newest cut may be applied before the event loop sees its seal.
-        if resyncs or (seal.resync and seal.version > self.state.compared_version):
+        if resyncs or (seal.at_once and seal.version > self.state.compared_version):
             policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
         making.compare_rest(seal.version)
         dirty = making.dirty(wish.overdue_version)

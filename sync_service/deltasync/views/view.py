@@ -137,6 +137,10 @@ class View:
         """The version of the rows that a replica at `number` holds, as far as known."""
         return self._version_at(self.state, number)
 
+    def head_of(self, number: int) -> Head | None:
+        """The release with a number, or the version from before the first one; None if unknown."""
+        return self._maker.history.head(number) or self.model.head_of(self.version_of(number))
+
     def behind_ns(self, number: int, policy: Policy) -> int:
         """Nanoseconds for which a replica at `number` has lacked the newest rows that the policy sends.
 

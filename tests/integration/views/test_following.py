@@ -1,5 +1,6 @@
 """Consumers that follow kept versions: their replicas hold exactly those, while the trainer goes on."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.support.waiting import wait_for
 from deltasync.base.errors import Contradiction, NotFound
 from deltasync.client import Admin, Endpoint, NumpyTarget
 from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType
 
 POLICIES = {
@@ -114,37 +117,46 @@ def test_every_fleet_holds_what_it_follows_whatever_happens(tmp_path: Path, seed
     def wanted(consumer: str) -> dict[str, bytes]:
         return trainer.expected(VALUE_TYPES.get(consumer, ValueType.FP32))
 
-    random = Random(seed)
-    kept, follows = dict[int, dict[str, dict[str, bytes]]](), dict.fromkeys(CONSUMERS, 0)
+    random, follows = Random(seed), dict.fromkeys(CONSUMERS, 0)
+    kept, rows = dict[int, dict[str, dict[str, bytes]]](), dict[int, tuple[Position, dict[str, Values]]]()
     targets = {consumer: NumpyTarget() for consumer in CONSUMERS}
-    with (
-        RunningService(tmp_path / "data", policies=POLICIES) as service,
-        Trainer(service.grpc, seed=seed) as trainer,
-        ExitStack() as stack,
-    ):
+    with RunningService(tmp_path / "data", policies=POLICIES) as service, ExitStack() as stack:
         admin = Admin(Endpoint(service.http, TOKEN))
-        version = trainer.publish_all().number
+        trainer = stack.enter_context(Trainer(service.grpc, seed=seed))
+        at = trainer.publish_all()
         for consumer, target in targets.items():
             stack.enter_context(follow(service, consumer, "a", target))
-        for _ in range(12):
-            match random.choice(["change", "delete", "keep", "follow", "follow", "checkpoint"]):
+        for turn in range(12):
+            match random.choice(["change", "delete", "keep", "follow", "follow", "checkpoint", "roll back"]):
                 case "change":
-                    version = trainer.change(random.randrange(1, 30)).number
+                    at = trainer.change(random.randrange(1, 30))
                 case "delete":
-                    version = trainer.delete(USER, sorted(random.sample(range(USER.rows), 3))).number
+                    at = trainer.delete(USER, sorted(random.sample(range(USER.rows), 3)))
                 case "checkpoint":
                     admin.make_checkpoint("clicks")
                 case "keep":
-                    assert admin.keep_version("clicks")["version"] == version
-                    kept[version] = {each: wanted(each) for each in CONSUMERS}
+                    assert admin.keep_version("clicks")["version"] == at.number
+                    kept[at.number] = {each: wanted(each) for each in CONSUMERS}
+                    rows[at.number] = at, {name: some.copy() for name, some in trainer.rows.items()}
+                case "roll back" if kept:
+                    to = random.choice([*kept])
+                    admin.roll_back("clicks", to)
+                    with pytest.raises(Contradiction, match=f"rolled back to version {to}"):
+                        trainer.change(1)
+                    before, old = rows[to]
+                    run, now = f"run-{turn}", time.time_ns()
+                    trainer = Trainer(service.grpc, run=run, started=now, seed=turn, continues=before)
+                    trainer.rows = {name: some.copy() for name, some in old.items()}
+                    stack.enter_context(trainer)
+                    at = trainer.change(5)
                 case "follow":
                     consumer = random.choice(CONSUMERS)
                     follows[consumer] = random.choice([0, *kept])
                     admin.follow_version(consumer, follows[consumer] or "live")
-            for consumer, at in follows.items():
-                if at:
-                    in_sync_with(service, consumer, at)
-                    assert held(targets[consumer]) == kept[at][consumer]
+            for consumer, version in follows.items():
+                if version:
+                    in_sync_with(service, consumer, version)
+                    assert held(targets[consumer]) == kept[version][consumer]
         for consumer in CONSUMERS:
             admin.follow_version(consumer, "live")
             wait_for(lambda: held(targets[consumer]) == wanted(consumer))  # noqa: B023

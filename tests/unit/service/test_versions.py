@@ -77,13 +77,20 @@ async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_for_seconds", "old"), [(2, 0.0, [1, 2]), (5, 0.0, []), (1, 2.5, [1]), (1, 9.0, [])]
+    ("keep_last", "keep_for_seconds", "behind_seconds", "old"),
+    [
+        (2, 0.0, 0.0, [1, 2]),
+        (5, 0.0, 0.0, []),
+        (1, 2.5, 0.0, [1]),
+        (1, 9.0, 0.0, []),
+        (1, 0.0, 1.25, [1]),
+    ],
 )
 def test_versions_of_the_schedule_are_outdated_by_number_and_age(
-    tmp_path: Path, keep_last: int, keep_for_seconds: float, old: list[int]
+    tmp_path: Path, keep_last: int, keep_for_seconds: float, behind_seconds: float, old: list[int]
 ) -> None:
     options = ServiceOptions(data_dir=tmp_path, keep_last=keep_last, keep_for_seconds=keep_for_seconds)
     version = KeptVersion(model=MODEL, name="", id="i", seal=sealed(1), bytes=1, kept_unix_ns=0, by="me")
     kept = [replace(version, seal=sealed(each), kept_unix_ns=int(each * 1e9)) for each in (1, 2, 3, 4)]
     named = replace(version, name="mine")
-    assert [each.version for each in outdated([named, *kept], options, int(4e9))] == old
+    assert [each.version for each in outdated([named, *kept], options, behind_seconds, int(4e9))] == old

@@ -13,6 +13,7 @@ from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
+from deltasync.api.process import routes_of
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.cuts.session import PublishSession
@@ -99,9 +100,7 @@ async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeyp
 @in_service()
 async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = await published(service, EVERYTHING)
-    routes = consumer_routes(
-        service.models, service.registry, service.consumers, service.brake, service.removals
-    ).routes
+    routes = consumer_routes(routes_of(service)).routes
     (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
     async with HeldThread(model):
         with monkeypatch.context() as patch:

@@ -45,7 +45,7 @@ export function consumerView(name) {
 
   async function show(status) {
     const at = status.consumers.find((each) => each.consumer === name)?.at ?? "";
-    const [lag, history] = await Promise.all([getJson(`${at}${path}/lag`), getJson(`${at}${path}/history`)]);
+    const [lag, history] = await Promise.all([getJson(`${at}${path}/lag`), getJson(`${at}${path}/lag/history`)]);
     latest = lag;
     const needed = (line) => mood(line.state) !== "good";
     say(state, lag.state, mood(lag.state, lag.replicas.some(needed)));

@@ -1,0 +1,88 @@
+"""What the replicas of a consumer served when: lines in the log.
+
+A line has the versions that the replicas had proven at one moment. A new one is written at most once a second when
+they have changed, and once a minute otherwise, which proves that nothing has changed.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from deltasync.log.log_store import LAST_NUMBER, LogStore
+from deltasync.log.records import name_of, pack_json, reading, unpack_json
+
+# A line is written this often even if nothing has changed.
+REPEAT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryLine:
+    """What the replicas of a consumer held at one moment.
+
+    `number` is the newest release that a replica had proven: a version, or with a policy the number of a release.
+    `version`, `step`, `event_time_unix_ns`, `rows` and `bytes` are those of this release; the time of events is
+    null if unknown. `follows` is the name or number of the kept version that the consumer followed, empty for the
+    newest version. `replicas` has the version that each replica had proven by its checksums, 0 for none; guests do
+    not count. Replicas with mode ids have no rows to prove, so their acknowledgements count.
+    """
+
+    unix_ns: int
+    number: int = 0
+    version: int = 0
+    step: int = 0
+    event_time_unix_ns: int | None = None
+    rows: int = 0
+    bytes: int = 0
+    follows: str = ""
+    replicas: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def proven_by_all(self) -> int:
+        """The version that every replica had proven, or a later one; 0 without replicas."""
+        return min(self.replicas.values(), default=0)
+
+
+def history_stream(consumer: str) -> str:
+    """The name of the log's stream with the lines of a consumer, numbered by their time."""
+    return f"history/{consumer}"
+
+
+def pack_line(line: HistoryLine) -> bytes:
+    """Encode a line. Its names repeat in each line, so that it is compressed."""
+    return zlib.compress(pack_json(asdict(line)))
+
+
+def read_lines(
+    log: LogStore, consumer: str, first_unix_ns: int = 0, last_unix_ns: int = LAST_NUMBER
+) -> Iterator[HistoryLine]:
+    """Read the lines of a consumer between two times, oldest first. Blocks.
+
+    Raises:
+        StorageFailed: a line is damaged, or the log cannot be read at present.
+    """
+    for record in log.read(history_stream(consumer), first_unix_ns, last_unix_ns):
+        with reading(name_of(history_stream(consumer), record.number)):
+            try:
+                fields = unpack_json(zlib.decompress(record.payload))
+            except zlib.error as error:
+                raise ValueError(str(error)) from error
+            yield HistoryLine(**fields)
+
+
+def proven_since(lines: Iterable[HistoryLine], version: int) -> int | None:
+    """Since when every replica has proven a version or later ones without a break, nanoseconds since 1970.
+
+    Args:
+        lines: the lines of a consumer, oldest first.
+        version: the version.
+
+    Returns:
+        The time of the oldest line from which on all lines show it; None if the newest line does not.
+    """
+    since = None
+    for line in lines:
+        if line.proven_by_all < version:
+            since = None
+        elif since is None:
+            since = line.unix_ns
+    return since

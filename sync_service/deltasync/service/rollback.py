@@ -1,0 +1,138 @@
+"""Rolls a model back: its next version has the rows of an earlier one that was kept."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.base.events import EventKind, Events
+from deltasync.base.words import counted
+from deltasync.checkpoints.kept import KeptVersion, find_kept
+from deltasync.checkpoints.manifest import TableKey
+from deltasync.consumers.follow import check_past
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.seal import rollback_run_id
+from deltasync.core.stamped_table import StampedTable
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.cuts.coordinator import CutCoordinator
+from deltasync.cuts.runs import Run
+from deltasync.cuts.session import Opening, PublishSession, open_session
+from deltasync.model.model import Model
+from deltasync.model.tables import key_of
+from deltasync.service.models import Models, ranks_of
+from deltasync.v1 import publish_pb2
+from deltasync.views.kept import load_kept
+from deltasync.wire.messages import position_to_message
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES
+
+# Values in one record of the log; ids and digests come on top.
+_CHUNK_BYTES = MAX_CHUNK_BYTES // 2
+
+
+async def roll_back(models: Models, name: str, version: str, events: Events, by: str) -> Position:
+    """Publish the rows of a kept version again, as the newest version of its model.
+
+    The service does this like a trainer with one rank: it takes the model over from the running one, and publishes
+    the rows that differ in one cut. Replicas of consumers that follow the newest version get all of them in one
+    release. It needs memory for one more copy of the tables until the cut is sealed. If it fails, the model is as
+    before, and the trainer may go on.
+
+    Returns:
+        The position of the new version.
+
+    Raises:
+        NotFound: there is no such model, or no such kept version of it.
+        Contradiction: the version belongs to a past that the model has discarded, or no ranks publish the model in
+            this service.
+        InvalidInput: the version has a table that the model no longer has.
+        StorageFailed: the version cannot be read, or there is no room for its tables or for the cut.
+        ServiceUnavailable: the model is still recovering, or leaves this process.
+    """
+    model, coordinator = models.model(name), ranks_of(models, name)
+    kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), name, version)
+    check_past(kept, model.seals)
+    tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
+    position, rows = await _publish(model, coordinator, kept, tables, by)
+    text = f"to {kept.words}: {counted(rows, 'row')} changed"
+    events.emit(EventKind.MODEL_ROLLED_BACK, text, model=name, version=position.number, by=by)
+    return position
+
+
+async def _publish(
+    model: Model,
+    coordinator: CutCoordinator,
+    kept: KeptVersion,
+    tables: Mapping[TableKey, StampedTable],
+    by: str,
+) -> tuple[Position, int]:
+    """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
+    step, before = kept.seal.step, coordinator.run
+    specs = [table.spec for table in model.tables]
+    # Its run began after the present one, by whatever clock.
+    started = max(time.time_ns(), before.started_unix_ns + 1 if before else 0)
+    run = Run(rollback_run_id(kept.version), started, 1, f"rollback by {by}")
+    session, claim, rows = None, model.position, 0
+    try:
+        session = await _open(coordinator, run, specs, claim)
+        await coordinator.settled()  # From now on, only this run publishes.
+        if model.position != claim:
+            session = await _open(coordinator, run, specs, model.position)
+        pairs = [(table, tables.get(key_of(table))) for table in model.tables]
+        if [table.spec for table, _ in pairs] != specs or any(
+            each and each.spec != own.spec for own, each in pairs
+        ):
+            raise ServiceUnavailable(f"tables of model {model.name!r} have changed meanwhile; try again")
+        for slot, (table, earlier) in enumerate(pairs):
+            for ids, deleted in zip(await model.on_thread(_differing, table, earlier), (False, True), strict=True):
+                rows += len(ids)
+                for batch in _batches(table, earlier, ids, deleted=deleted):
+                    await session.add(step, slot, batch)
+        close = publish_pb2.PartClose(
+            step=step,
+            rows=rows,
+            step_end_unix_ns=time.time_ns(),
+            event_time_unix_ns=kept.seal.event_time_unix_ns or 0,
+        )
+        position = await session.close(close)
+        session.finish()
+    except BaseException:
+        coordinator.give_back(run, before)
+        raise
+    finally:
+        if session:
+            session.end("the rollback has ended")
+    return position, rows
+
+
+async def _open(coordinator: CutCoordinator, run: Run, specs: list[TableSpec], claim: Position) -> PublishSession:
+    message = publish_pb2.PublishOpen(continues=position_to_message(claim))
+    return await open_session(coordinator, Opening(message, run, specs, [Shard.whole(each) for each in specs]))
+
+
+def _differing(table: StampedTable, earlier: StampedTable | None) -> tuple[Ids, Ids]:
+    """The rows of a table that differ in its earlier state, and those that were not there yet, by ascending ids.
+
+    On the model's thread.
+    """
+    has = table.stamps > 0
+    if earlier is None:  # The table is newer. A dense tensor stays, because no part of it can be deleted.
+        had = has if table.spec.kind.complete else np.zeros_like(has)
+        return table.ids_of(np.flatnonzero(has & ~has)), table.ids_of(np.flatnonzero(has & ~had))
+    had = earlier.stamps > 0
+    changed = np.flatnonzero(had & (~has | (table.digests != earlier.digests)))
+    return table.ids_of(changed), table.ids_of(np.flatnonzero(has & ~had))
+
+
+def _batches(table: StampedTable, earlier: StampedTable | None, ids: Ids, *, deleted: bool) -> Iterator[RowBatch]:
+    """The rows `ids` in their earlier state, or their deletes, in batches that fit into a record of the log."""
+    size = max(1, _CHUNK_BYTES // table.spec.row_bytes)
+    for start in range(0, len(ids), size):
+        some = ids[start : start + size]
+        if deleted or earlier is None:
+            yield RowBatch.deletes(Shard.whole(table.spec), some)
+        else:
+            yield RowBatch.of_table(table.spec, some, earlier.rows_of(some))

@@ -1,0 +1,99 @@
+"""A model is rolled back to a kept version: its consumers follow, and its trainer is refused."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.fleet import ITEM, USER, Trainer, follow, wait_for_lag
+from tests.support.server import TOKEN, RunningService
+
+from deltasync.base.errors import Contradiction, NotFound
+from deltasync.client import Admin, Endpoint, NumpyTarget
+from deltasync.core.policy import Policy
+
+POLICIES = {"ranked": Policy(top_k=3), "budget": Policy(max_bytes=200), "pinned": Policy()}
+LIVE = ["predictors", "ranked", "budget"]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        yield service
+
+
+@pytest.fixture
+def admin(service: RunningService) -> Admin:
+    return Admin(Endpoint(service.http, TOKEN))
+
+
+def held(target: NumpyTarget) -> dict[str, bytes]:
+    return {name: rows.tobytes() for name, rows in target.tables.items()}
+
+
+def at(service: RunningService, consumer: str, version: int) -> None:
+    wait_for_lag(service, consumer, lambda lag: (lag["head"], lag["state"]) == (version, "in sync"))
+
+
+def test_all_live_fleets_follow_a_rollback_and_the_trainer_is_refused(
+    service: RunningService, admin: Admin
+) -> None:
+    targets = {name: NumpyTarget() for name in LIVE}
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "a", targets["predictors"]),
+        follow(service, "ranked", "a", targets["ranked"]),
+        follow(service, "budget", "a", targets["budget"]),
+    ):
+        trainer.publish_some({USER: 2, ITEM: 1})  # The other rows are born later.
+        trainer.delete(USER, [8])
+        good = trainer.expected()
+        admin.keep_version("clicks", "good")
+        trainer.set(USER, 8, 2.5)
+        trainer.change(30)
+        later = trainer.delete(USER, [0, 2])
+        with pytest.raises(NotFound, match="no kept version '1'; kept versions: good"):
+            admin.roll_back("clicks", 1)
+        newest = admin.roll_back("clicks", "good")
+        assert newest == later.number + 1
+        for name, target in targets.items():
+            at(service, name, newest)
+            assert held(target) == good, name
+        with pytest.raises(Contradiction, match="rolled back to version 2: restart the trainer of run r from"):
+            trainer.change(1)
+    (cut,) = service.get_json("/versions?last=1")
+    differing = 1 + 30 + 30 + 2  # At most.
+    assert 0 < cut["rows"] <= differing + USER.rows // 2
+    assert cut["run"].startswith("rollback-to-2-")
+
+
+def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tmp_path: Path) -> None:
+    target = NumpyTarget()
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        admin = Admin(Endpoint(service.http, TOKEN))
+        with Trainer(service.grpc) as trainer:
+            kept = trainer.publish_all()
+            good, rows = trainer.expected(), {name: each.copy() for name, each in trainer.rows.items()}
+            admin.keep_version("clicks", "good")
+            later = trainer.change(10)
+            trainer.change(10)
+            newest = admin.roll_back("clicks", 1)
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        admin = Admin(Endpoint(service.http, TOKEN))
+        with follow(service, "predictors", "a", target):
+            at(service, "predictors", newest)
+            assert held(target) == good
+            trainer = Trainer(service.grpc, run="r", started=1, continues=later)
+            with (
+                trainer,
+                pytest.raises(Contradiction, match=f"version {later.number}, but the model was rolled back"),
+            ):
+                trainer.change(1)
+            trainer = Trainer(service.grpc, run="second", started=time.time_ns(), continues=kept)
+            trainer.rows = rows
+            with trainer:
+                version = trainer.change(5).number
+                at(service, "predictors", version)
+                assert held(target) == trainer.expected()
+                joined = [each for each in service.get_json("/events") if each["event"] == "rank_joined"]
+                assert f"the run holds version {newest}, the newest one" in joined[-1]["text"]
