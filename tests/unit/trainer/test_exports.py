@@ -162,7 +162,7 @@ def test_raw_ids_have_their_rows_again_and_new_ones_take_free_rows(
     fill(collisions, rows)
     file = write_export(tmp_path / "version", published)
     loaded: Any = model_of(other := sorted_ids(policy))
-    loaded.train()["collided"](lookups([71, 72, 73, 74, 75, 76, 77]))  # It gives them rows.
+    other.train()({"t": lookups([71, 72, 73, 74, 75, 76, 77])["t"]})  # It gives them rows, and reports none yet.
     state = load_export(loaded, file)
     assert other.evict() is None, "it would reset rows"
     assert rows_of(loaded)[RAW_IDS].tolist() == rows_of(published)[RAW_IDS].tolist()
