@@ -86,7 +86,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("DELETE", "/consumers/{name}"): _ADMIN,
     ("PUT", "/consumers/{name}/pause"): _ADMIN,
     ("PUT", "/consumers/{name}/version"): _ADMIN,
-    ("POST", "/consumers/{name}/object"): _READ,  # And subscribe for this consumer, which the route checks.
+    ("POST", "/consumers/{name}/object"): Need(Role.SUBSCRIBE),  # The route checks it for the name.
     ("DELETE", "/consumers/{name}/object"): _ADMIN,
     ("DELETE", "/consumers/{name}/pause"): _ADMIN,
     ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,

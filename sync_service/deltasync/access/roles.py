@@ -159,14 +159,14 @@ def may_read() -> bool:
 
 
 def check_may(role: Role, name: str) -> None:
-    """Check that the current caller has a role for a model or consumer, or role admin.
+    """Check that the current caller has a role for a model or consumer.
 
     Raises:
-        NotPermitted: it has neither.
+        NotPermitted: it does not.
     """
     decision = caller().may(role, name)
-    if not decision.yes and not caller().may(Role.ADMIN).yes:
-        raise NotPermitted(f"{decision.reason}, or role admin")
+    if not decision.yes:
+        raise NotPermitted(decision.reason)
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")

@@ -220,13 +220,13 @@ def follow_version(
 @consumers.command("object", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--reason", default="", show_default=False, help="What is wrong with the version that it serves.")
-@click.option("--withdraw", is_flag=True, help="Withdraw the objection. Needs role admin.")
+@click.option("--withdraw", is_flag=True, help="Withdraw the objection.")
 @operator_options()
 def raise_objection(name: str, reason: str, withdraw: bool, service: Endpoint) -> None:
     """Raise an objection to what consumer NAME serves.
 
-    Until it is withdrawn, consumers that follow NAME at a distance get no later version. Needs role read and role
-    subscribe for NAME, or admin.
+    Until it is withdrawn, consumers that follow NAME at a distance get no later version. Needs role subscribe for
+    NAME, and to withdraw it role admin.
     """
     if bool(reason) == withdraw:
         raise click.UsageError("use --reason or --withdraw")

@@ -61,8 +61,9 @@ def test_a_call_is_let_in_with_its_role_alone(service: GuardedService, method: s
 
 @pytest.mark.parametrize(("method", "route"), [*ROUTES, ("GET", "/unheard"), ("POST", "/tables")])
 def test_a_route_is_let_in_with_its_role_alone(service: GuardedService, method: str, route: str) -> None:
-    path = route.replace(":path", "").format(name="nobody", replica="r", table="t", version="1")
-    role = need_of_request(method, path).role
+    role = need_of_request(method, route).role
+    name = "predictors" if role is Role.SUBSCRIBE else "nobody"  # The pattern of the role has this consumer.
+    path = route.replace(":path", "").format(name=name, replica="r", table="t", version="1")
     for caller in CALLERS:
         status, said = service.ask(method, path, caller)
         assert (status != 403) is allowed(caller, role), (caller, status, said)
@@ -89,6 +90,11 @@ def test_a_role_is_for_the_names_that_it_names(
     if not let_in:
         assert code is DENIED
         assert f"{caller!r} has no role" in said
+
+
+def test_who_subscribes_may_object_for_the_names_that_the_role_names(service: GuardedService) -> None:
+    for name, status in (("predictors", 400), ("others", 403)):  # There is no reason in the body.
+        assert service.ask("POST", f"/consumers/{name}/object", "predictor")[0] == status
 
 
 def test_who_may_not_is_refused_before_a_message(service: GuardedService) -> None:
@@ -158,8 +164,9 @@ def test_the_page_says_which_role_each_call_needs() -> None:
     assert http.keys() == {"none", *(role.value for role in Role)}
     for (method, route), need in ROUTES.items():
         path = re.sub(r"\{(\w+)(:path)?\}", r"<\1>", route)
-        free = f"`{method} {path}`" in http["none"]
-        assert need.role is (None if free else Role.READ if method == "GET" else Role.ADMIN), route
+        named = [role for role, cell in http.items() if f"`{method} {path}`" in cell]
+        role = named[0] if named else "read" if method == "GET" else "admin"
+        assert (need.role.value if need.role else "none") == role, route
     assert http["read"] == "every other `GET`"
     assert set(re.findall("`(\\w+)`", http["admin"])) == {method for method, _ in ROUTES} - {"GET"}
     for call, need in CALLS.items():

@@ -154,7 +154,9 @@ def test_a_query_parameter_that_a_route_lacks_is_refused(running: RunningService
             assert status != 400, "monitors add parameters to probes, and links to pages"
             continue
         answer = json.loads(body)
-        takes = {"/versions": "last, model", "/events": "last"}.get(route, "none")
+        history = "/consumers/{name}/history"
+        queries = {"/versions": "last, model", "/events": "last", history: "last, since_seconds"}
+        takes = queries.get(route, "none")
         unknown = "nonsense" if "last" in takes else "last"
         said = f"unknown query parameter {unknown!r}: {method} {route} takes {takes}"
         assert (status, answer["error"], answer["message"]) == (400, "InvalidInput", said)
@@ -207,7 +209,7 @@ def test_a_consumers_past_is_there_for_who_comes_later(service: RunningService) 
         coming = messages(answer)
         while next(coming)[1]["consumers"][0]["head"] != 1:
             pass
-        past = service.get_json("/consumers/predictors/history")
+        past = service.get_json("/consumers/predictors/lag/history")
     assert past["versions"][-1] == 1
     assert len({len(column) for name, column in past.items() if name != "consumer"}) == 1
     assert past["unix_ms"] == sorted(past["unix_ms"])

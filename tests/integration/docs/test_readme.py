@@ -52,7 +52,20 @@ RUN = {
     "sync_service/docs/security.md": ["access", "guarded", "client", "status"],
     "sync_service/docs/cluster.md": ["broker", "processes", "publisher", "move"],
     "sync_service/docs/operating.md": [
-        *("deltasync.toml", "serve", "token", "lag", "pause", "delete", "checkpoint", "keep", "backup", "fsck"),
+        *(
+            "deltasync.toml",
+            "serve",
+            "token",
+            "lag",
+            "pause",
+            "delete",
+            "checkpoint",
+            "keep",
+            "canary",
+            "rollback",
+            "backup",
+            "fsck",
+        ),
     ],
     "protos/README.md": ["checksum", "replica"],
     "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "export", "publisher"],
@@ -299,23 +312,30 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
-        kept, listed, follows, live, shown, exported, released = visitor.shell(OPERATING.block("keep"))
+        kept, listed, follows, live, shown, exported = visitor.shell(OPERATING.block("keep"))
         assert "follows version before-launch" in follows
         assert "follows the newest version" in live
         assert "is kept as before-launch" in kept
         assert "before-launch" in listed
         assert "live" in shown
         assert "version 1 of model clicks is in clicks.safetensors: " in exported
+        _, distant, objects, withdrawn, _ = visitor.shell(OPERATING.block("canary"))
+        assert "follows version 1 (before-launch) since" in distant
+        assert "20 min behind consumer 'canary'" in distant
+        assert "consumer canary objects" in objects
+        assert "is withdrawn" in withdrawn
+        back, _, released = visitor.shell(OPERATING.block("rollback"))
+        assert "version 2 has the rows of version before-launch" in back
         assert "no longer kept" in released
         backed_up, restored = visitor.shell(OPERATING.block("backup"))
         assert "is complete" in backed_up
-        assert "clicks at version 1" in restored
+        assert "clicks at version 2" in restored
         assert "nothing is damaged" in visitor.shell(OPERATING.block("fsck"))[0]
         settings.write_text(settings.read_text() + '[consumers.edge]\nmodel = "clicks"\ntop_k = 0.1\n')
         service.send_signal(signal.SIGHUP)
         wait_for(lambda: "edge" in {each["consumer"] for each in service.get_json("/lag")})
     with ServiceProcess(tmp_path / "restored") as service:
-        assert [each["head"] for each in service.get_json("/models") if each["model"] == "clicks"] == [1]
+        assert [each["head"] for each in service.get_json("/models") if each["model"] == "clicks"] == [2]
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")

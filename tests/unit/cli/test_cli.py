@@ -88,6 +88,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         keep_every_seconds = 900
         keep_last = 7
         keep_for_seconds = 3600
+        history_seconds = 7200
         table_memory = "/scratch"
         release_memory = 2_000_000
         limit = ["models=5"]
@@ -120,6 +121,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
         "advertise_grpc", "advertise_http", "lease_seconds", "checkpoints", "checkpoint_seconds",
         "keep_checkpoints", "keep_checkpoints_seconds", "keep_every_seconds", "keep_last", "keep_for_seconds",
+        "history_seconds",
         "table_memory", "release_memory", "log_format",
         "log_level", "probe_seconds", "probe_endpoint",
     }  # fmt: skip
@@ -135,6 +137,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     assert (kept.checkpoints, kept.checkpoint_seconds) == ("s3://bucket/models", 60)
     assert (kept.keep_checkpoints, kept.keep_checkpoints_seconds) == (5, 86400)
     assert (kept.keep_every_seconds, kept.keep_last, kept.keep_for_seconds) == (900, 7, 3600)
+    assert kept.history_seconds == 7200
     assert (kept.table_memory, kept.release_memory_bytes) == (Path("/scratch"), 2_000_000)
 
 

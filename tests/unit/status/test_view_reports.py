@@ -46,7 +46,7 @@ def a_second_from_one_look_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]
 ANSWER += ["tables", "oldest_row_seconds", "damages", "release", "policy", "head_seconds_behind_events", "paused"]
-ANSWER += ["follows"]
+ANSWER += ["follows", "objects"]
 RELEASE = ["number", "version", "seconds_ago", "rows", "bytes", "norm", "left_rows", "left_bytes", "left_norm"]
 RELEASE += ["reason"]
 
