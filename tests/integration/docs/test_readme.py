@@ -68,7 +68,7 @@ RUN = {
         ),
     ],
     "protos/README.md": ["checksum", "replica"],
-    "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "publisher"],
+    "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "export", "publisher"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
     "trainer/deltasync/trainer/pipelines/README.md": ["serve", "model", "pipeline", "tensordicts"],
 }
@@ -312,11 +312,13 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
-        kept, listed, follows, live = visitor.shell(OPERATING.block("keep"))
+        kept, listed, follows, live, shown, exported = visitor.shell(OPERATING.block("keep"))
         assert "follows version before-launch" in follows
         assert "follows the newest version" in live
         assert "is kept as before-launch" in kept
         assert "before-launch" in listed
+        assert "live" in shown
+        assert "version 1 of model clicks is in clicks.safetensors: " in exported
         _, distant, objects, withdrawn, _ = visitor.shell(OPERATING.block("canary"))
         assert "follows version 1 (before-launch) since" in distant
         assert "20 min behind consumer 'canary'" in distant
@@ -386,6 +388,14 @@ def test_the_protocol_s_replica_takes_what_is_published(visitor: Visitor) -> Non
     assert printed == f"{1000 * (8 + 64 * 4)} bytes of rows taken\n"
 
 
+# What an operator does before the trainer starts again from the file.
+_EXPORT = """
+import os
+assert not os.system("DELTASYNC_TOKEN=secret deltasync checkpoint clicks")
+assert not os.system("deltasync export clicks clicks.safetensors --at {at}")
+"""
+
+
 @_visits("trainer/README.md")
 def test_the_examples_of_the_trainer_go_on_from_that_of_the_readme(visitor: Visitor) -> None:
     setup = README.block(TRAINER).partition("with DeltaSync(")[0]
@@ -394,6 +404,7 @@ def test_the_examples_of_the_trainer_go_on_from_that_of_the_readme(visitor: Visi
     pipeline = document("trainer/deltasync/trainer/pipelines/README.md")
     assert pipeline.block("serve") == trainer.block("serve")
     first, last = trainer.named("python"), pipeline.named("python")
+    first["export"] = _EXPORT.format(at=visitor.service.data_dir / "checkpoints") + first["export"]
     blocks = [setup, *first.values(), *tracker.values(), *last.values(), "dist.destroy_process_group()\n"]
     printed = visitor.script("\n".join(blocks))
     assert "sparse.embedding_bags.user" in printed

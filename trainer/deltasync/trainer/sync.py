@@ -30,7 +30,7 @@ from deltasync.trainer.distributed.ranks import all_ranks, this_rank
 from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.run import CutUnderWay, TrainingRun
 from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
-from deltasync.trainer.sync_state import FORMAT, SyncState, check_states
+from deltasync.trainer.sync_state import CONSUMER, FORMAT, SyncState, check_states
 from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
 from deltasync.trainer.tracking.modules import wrongly_divided
 from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
@@ -42,7 +42,6 @@ __all__ = ["DeltaSync", "OnRefusal", "SyncOptions", "SyncStats"]
 
 logger = logging.getLogger(__name__)
 
-_CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05
 
 
@@ -70,7 +69,7 @@ class DeltaSync:
         self.tracker = Tracker(
             model,
             TrackerOptions(
-                consumers=[_CONSUMER],
+                consumers=[CONSUMER],
                 mode=TrackingMode.EMBEDDING_LAST,
                 auto_compact=True,
                 fqns_to_skip=options.fqns_to_skip,
@@ -165,7 +164,7 @@ class DeltaSync:
             self._cut(time.time_ns())
             self.stats.absorbed += self._under_way is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
-            self.tracker.count_ahead(_CONSUMER)
+            self.tracker.count_ahead(CONSUMER)
         self.stats.step_seconds += time.perf_counter() - started
 
     def flush(self, timeout_seconds: float | None = None) -> Position:
@@ -283,7 +282,7 @@ class DeltaSync:
         self._failure = self._refused = None
         self._cut_step = self._published_changes = -1
         if cursor := state.versions.cursor_at(state.position):
-            self.tracker.resync(_CONSUMER, cursor)
+            self.tracker.resync(CONSUMER, cursor)
         self._resync = state.position.number == 0
         self.stats.published_step = self.tracker.steps
         self._trouble.try_again()
@@ -313,7 +312,7 @@ class DeltaSync:
             self._searched = True  # Once is enough, because this thread changes no rows until `flush` returns.
             if self._published_changes == self.tracker.changes and failure is None:
                 try:
-                    due = self.tracker.get_delta_ids(_CONSUMER)
+                    due = self.tracker.get_delta_ids(CONSUMER)
                     if due.rows or due.deletes:  # For example after a backward without a step.
                         self._published_changes = -1
                 except DeltasyncError as error:  # `_agree` reports it to the other ranks.
@@ -376,7 +375,7 @@ class DeltaSync:
 
     def _agree(self, failure: Exception | None, late: DeltasyncError | None, *, flush: bool) -> Consensus:
         # Only a full cut replaces the old entries of free rows in a map.
-        resync = self._resync or self.tracker.offers_all(_CONSUMER)
+        resync = self._resync or self.tracker.offers_all(CONSUMER)
         return self._agreement.reach(
             ready=self._under_way is None and (flush or self._trouble.over),
             resync=resync,
@@ -395,14 +394,14 @@ class DeltaSync:
     def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
         self._cut_step = self.tracker.steps
         if full:
-            self.tracker.resync(_CONSUMER)
+            self.tracker.resync(CONSUMER)
             self._resync = False
         if self._options.dense:
             self._differences.note_cut()
         try:
             # `connect` first: all ranks take part in it, and later calls may fail on a single rank.
             publisher = self._run.connect()
-            delta = self.tracker.begin_delta(_CONSUMER)
+            delta = self.tracker.begin_delta(CONSUMER)
             part = Part(
                 step=self.tracker.steps,
                 step_end_unix_ns=step_end_unix_ns,
@@ -444,8 +443,8 @@ class DeltaSync:
         lowest = self._agreement.lowest(newest)
         cursor = self._run.versions.cursor_at(lowest)
         if cursor:
-            self.tracker.resync(_CONSUMER, cursor)
-        self._resync = self._agreement.any_of(not cursor or self.tracker.offers_all(_CONSUMER))
+            self.tracker.resync(CONSUMER, cursor)
+        self._resync = self._agreement.any_of(not cursor or self.tracker.offers_all(CONSUMER))
         if self._resync:
             logger.warning("every row is published again: %s", refused or "see the log of another rank")
         else:

@@ -12,7 +12,10 @@ from deltasync.base.errors import InvalidInput
 from deltasync.client import Position
 from deltasync.core.seal import newest_event_time
 from deltasync.trainer.checks import check_format
+from deltasync.trainer.tracking.tracker_state import PUBLISHED
 
+# The tracker's consumer that publishes.
+CONSUMER = "publisher"
 # If the service has lost more versions than this, the trainer sends every row.
 _MOST = 1024
 FORMAT = 1
@@ -52,6 +55,15 @@ class SyncState:
         shared = all(each == lowest for each in positions) or versions.cursor_at(lowest) is not None
         newest = newest_event_time(state["event_time_unix_ns"] for state in states)
         return cls(lowest if shared else Position(), versions, newest)
+
+
+def published_state(
+    position: Position, event_time_unix_ns: int | None, tracker: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The state of a rank whose model has the rows of a version; see `tracker_state.published`."""
+    versions = PublishedVersions([(position.number, position.seal, PUBLISHED)])
+    state = SyncState(position, versions, event_time_unix_ns).save()
+    return {"format": FORMAT, "rank": 0, "world_size": 1, "tracker": tracker, **state}
 
 
 def check_states(saved: Sequence[Mapping[str, Any]]) -> None:

@@ -205,7 +205,7 @@ class HashedIds(CollisionMap):
     def _check(self, identities: torch.Tensor, values: Ints) -> None:
         """Check that the module would find the raw ids of new entries."""
         raw = torch.from_numpy(raw_ids_of(values[values != 0])).to(identities.device)
-        if lost := raw[_not_found(self._module, identities, raw)].tolist():
+        if lost := raw[not_found(self._module, identities, raw)].tolist():
             raise Contradiction(
                 f"table {self.table.name!r}: module {self.name} hashes differently: it does not find "
                 f"{counted(len(lost), 'id')}, such as {lost[0]}: total_num_buckets ({self._module._buckets}), "
@@ -214,7 +214,7 @@ class HashedIds(CollisionMap):
             )
 
 
-def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+def not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     """A mask of the raw ids [n] that the module would not find in these identities: bool [n]."""
     try:
         values, sizes, offsets = module.input_mapper(values=raw, output_offset=module._output_global_offset_tensor)

@@ -1,6 +1,6 @@
 """Managed collision: publishes the maps from raw ids to rows as tables, and finds the shard of a raw id."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from deltasync.base.errors import InvalidInput
+from deltasync.base.words import counted
+from deltasync.client.targets.torch_collision import not_found
 from deltasync.core.tables import FREE_ID, Shard, TableKind, TableSpec
 from deltasync.kernels.tracking import read_sorted
 from deltasync.trainer.tracking.followed_rows import follow_numbers
@@ -209,6 +211,71 @@ class CollisionMapShard:
         self._version = version
         return changed
 
+    def staged(self, entries: torch.Tensor) -> Callable[[], None]:
+        """Check another map for this rank's rows; returns a function that writes it into the module.
+
+        For evictions, its raw ids then count as looked up once, just now. Evictions that the module has not
+        reported yet are dropped.
+
+        Args:
+            entries: the rows of the map's table, [n, 1], in host memory.
+
+        Raises:
+            InvalidInput: raw ids are looked up in another shard than the one with their rows, or not found.
+        """
+        rows = torch.nonzero(entries.view(-1)).view(-1)
+        raw = entries.view(-1)[rows] ^ FREE_ID
+        stage = self._staged_hashes if self._collision.hashes else self._staged_sorted
+        return stage(rows, raw)
+
+    def _staged_sorted(self, rows: torch.Tensor, raw: torch.Tensor) -> Callable[[], None]:
+        collision, module = self._collision, self._collision.module
+        order = torch.argsort(raw)
+        rows, raw = rows[order], raw[order]
+        elsewhere = torch.zeros(len(raw), dtype=torch.bool)
+        elsewhere[self._unreached(raw)] = True
+        # A shard's last row is for unknown raw ids.
+        self._check_staged(rows, raw, elsewhere | (rows == collision.local_rows - 1))
+        self._check(raw, rows)
+        free = torch.ones(collision.local_rows, dtype=torch.bool)
+        free[rows] = False
+        mapping = torch.cat([rows, torch.nonzero(free).view(-1)]) + collision.row_offset
+
+        def write() -> None:
+            module.evict()
+            module._mch_sorted_raw_ids.fill_(FREE_ID)[: len(raw)] = raw.to(module.device)
+            module._mch_remapped_ids_mapping.copy_(mapping)
+            # As if each id had been looked up once, now. Free rows go first, having lower numbers or the same.
+            firsts = {"counts": 1, "last_access_iter": int(module._current_iter_tensor)}
+            for name, numbers in module._mch_metadata.items():
+                numbers.fill_(0)[: len(raw)] = firsts.get(name, 0)
+
+        return write
+
+    def _staged_hashes(self, rows: torch.Tensor, raw: torch.Tensor) -> Callable[[], None]:
+        module = self._collision.module
+        identities = torch.full_like(module._hash_zch_identities.data, -1)
+        identities[rows.to(identities.device), 0] = raw.to(identities.device)
+        self._check_staged(rows, raw, _lost(module, identities, rows, raw))
+
+        def write() -> None:
+            module.evict()
+            module._hash_zch_identities.data.copy_(identities)
+
+        return write
+
+    def _check_staged(self, rows: torch.Tensor, raw: torch.Tensor, lost: torch.Tensor) -> None:
+        """Check that lookups will find the local `rows` of raw ids, except those in the mask `lost`: [n] each."""
+        if not lost.any():
+            return
+        collision, first = self._collision, torch.nonzero(lost)[0]
+        raise InvalidInput(
+            f"managed collision module {collision.name!r}: {counted(int(lost.sum()), 'raw id')} of shard "
+            f"{collision.number} of {collision.shards} would not be found there, such as {int(raw[first])} with "
+            f"row {int(rows[first]) + collision.row_offset}: shard table {collision.of!r} as the trainer that "
+            "published it did, and give the module the same sizes"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
@@ -288,6 +355,19 @@ def _ranges(collision: CollisionModule) -> torch.Tensor:
     rows = torch.from_numpy(np.zeros((collision.local_rows, 3), np.int64))  # Untouched pages cost no memory.
     rows[-1] = torch.tensor([*collision.routing.range_of(collision.number), collision.row_offset])
     return rows
+
+
+def _lost(module: Any, identities: torch.Tensor, rows: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+    """A mask of the raw ids [n] that a hashing module would not find in local rows [n]: bool [n]."""
+    device = identities.device
+    try:
+        offset = module._output_global_offset_tensor
+        _, sizes, starts = module.input_mapper(values=raw.to(device), output_offset=offset)
+    except (IndexError, RuntimeError):  # An id belongs to no bucket.
+        return torch.ones(len(raw), dtype=torch.bool)
+    # The kernel reads the bucket's memory, so check first that the bucket is in this shard.
+    outside = ((rows.to(device) < starts) | (rows.to(device) >= starts + sizes)).cpu()
+    return outside if outside.any() else not_found(module, identities, raw.to(device))
 
 
 def _is_sound(raw: torch.Tensor, rows: torch.Tensor, local_rows: int) -> bool:

@@ -241,13 +241,23 @@ def flush_caches(tables: Sequence[TrackedTable]) -> None:
 
     Waits for the GPU before and after, because lookups and prefetches fill caches on other streams.
     """
-    kernels = {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
+    kernels = _kernels_with_cache(tables)
     if not kernels:
         return
     torch.cuda.synchronize()
     for kernel in kernels:
         kernel.flush()
     torch.cuda.synchronize()
+
+
+def drop_caches(tables: Sequence[TrackedTable]) -> None:
+    """Empty the caches of all kernels, whose rows have been overwritten outside them since `flush_caches`."""
+    for kernel in _kernels_with_cache(tables):
+        kernel.emb_module.reset_cache_states()
+
+
+def _kernels_with_cache(tables: Sequence[TrackedTable]) -> set[Any]:
+    return {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:

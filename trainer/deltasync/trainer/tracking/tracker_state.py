@@ -21,6 +21,8 @@ from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
 _Saved = Mapping[str, Any]
 _KEYS = {"format", "clock", "tables", "consumers", "steps"}
 _FORMAT = 1
+# The cursor of a consumer that has a published version; see `published`.
+PUBLISHED = 1
 _NOT_SAVED = torch.iinfo(torch.int32).min
 
 
@@ -34,6 +36,33 @@ def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[Co
             for table, kept in zip(tables, stamps.stamps, strict=True)
         },
         "consumers": {cursor.name: _save_cursor(cursor, tables, stamps) for cursor in cursors},
+    }
+
+
+def published(
+    consumer: str, tables: Sequence[TrackedTable], changed: Mapping[str, torch.Tensor], steps: int
+) -> dict[str, Any]:
+    """The state of a tracker whose consumer has this rank's rows of a published version.
+
+    Args:
+        consumer: the consumer, of mode EMBEDDING_LAST.
+        tables: this rank's share of all tables.
+        changed: for some tables, a mask of local rows that the consumer lacks nevertheless.
+        steps: number of complete steps.
+    """
+    stamps = {table.name: torch.zeros(table.rows, dtype=torch.int32) for table in tables}
+    for name, rows in changed.items():
+        stamps[name][rows] = PUBLISHED + 1
+    mode = TrackingMode.EMBEDDING_LAST.value
+    return {
+        "format": _FORMAT,
+        "clock": PUBLISHED + 1,
+        "tables": {
+            table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": stamps[table.name]}
+            for table in tables
+        },
+        "consumers": {consumer: {"mode": mode, "cursor": PUBLISHED, "carried": {}, "first": {}}},
+        "steps": steps,
     }
 
 
