@@ -11,7 +11,7 @@ from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_table import KeyIndex
-from deltasync.client.targets.keyed_target import KeyedTarget, KeyedCopy
+from deltasync.client.targets.keyed_target import KeyedCopy, KeyedTarget
 from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release
 from deltasync.core.rows import Ids
