@@ -86,7 +86,7 @@ class KeyedCopy:
         indices = {of: change.index for of, change in changes.items()}
         made = {of for of, index in indices.items() if index is not self.indices.get(of)}
         before = dict(self.tables)  # Freed after the write, because freeing takes time, too.
-        places: dict[str, Places] = {name: _RowNumbers(table.there) for name, table in by_number.items()}
+        places: dict[str, Places] = {name: RowNumbers(table.there) for name, table in by_number.items()}
         places.update(indices)
         tables = {name: KeyedRows(places[name], table.rows) for name, table in by_number.items()}
 
@@ -134,7 +134,8 @@ class KeyedCopy:
         change = RawIdChange.of(touched, entries, lambda rows: _entries(before, rows))
         if index is not None:
             _check_others(id_map.name, index, change)
-        return _index_change(index or KeyIndex(self._allocate), index is not None, change, there, rows)
+        goes_on = index is not None  # Even without keys, which makes it false.
+        return _index_change(KeyIndex(self._allocate) if index is None else index, goes_on, change, there, rows)
 
     def _with_room(self, table: TableSpec, current: "NumberedTable | None") -> "NumberedTable":
         """A table with the rows of `current` and room for all others."""
@@ -165,7 +166,7 @@ class NumberedTable:
         return write
 
 
-class _RowNumbers:
+class RowNumbers:
     """Rows whose keys are their numbers."""
 
     def __init__(self, there: Mask) -> None:

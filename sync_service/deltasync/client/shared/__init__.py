@@ -1,0 +1,1 @@
+"""Tables in shared memory: one process writes them, and all others on the host read them."""

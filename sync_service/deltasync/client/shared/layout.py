@@ -1,0 +1,131 @@
+"""The layout of tables in shared memory, version 1. `deltasync_shared.h` has the same in C.
+
+A mirror NAME is a folder `DIRECTORY/deltasync-NAME` with these files. All numbers are little-endian and aligned.
+
+control     the header, and a description of each of the two sides with its tables. Only the mirror writes it.
+readers     one entry for each thread that reads a whole version. Readers write it.
+HEX         an array of a table on one side: its rows, the mask of existing rows, or its index of raw ids
+
+The mirror writes a release into the side that is not served, serves it, and then writes the other side. A side
+has a sequence number that is odd while the side is written. To copy rows, read `served`, the sequence number of
+that side, the rows, and the sequence number again. If it is odd or has changed, the rows may be torn: start again.
+
+To use a whole version for longer, pin its side with an entry in `readers`, and then read `served` again. The
+mirror waits before it writes a pinned side, but no longer than its limit. So compare the sequence number after
+use as well.
+
+File numbers are never used twice, and a file never changes its size. A file that cannot be opened belongs to a
+side that has changed meanwhile.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"DELTASHM"
+VERSION = 1
+CONTROL, READERS = "control", "readers"
+
+# Bytes of the header, and of each side with its tables. Only pages that are in use take memory.
+HEADER_BYTES = 4096
+MOST_TABLES = 1024
+NAME_BYTES = 512
+
+HEADER = np.dtype(
+    {
+        "names": [
+            "magic",
+            "layout",
+            "header_bytes",
+            "side_bytes",
+            "most_tables",
+            "most_readers",
+            "served",
+            "alive_unix_ns",
+            "state_sequence",
+            "ready",
+            "model",
+            "consumer",
+            "reason",
+        ],
+        "formats": ["S8", "<u4", "<u4", "<u4", "<u4", "<u4", "<u8", "<i8", "<u8", "<u8", "S512", "S512", "S1024"],
+        "offsets": [0, 8, 12, 16, 20, 24, 64, 72, 80, 88, 128, 640, 1152],
+        "itemsize": HEADER_BYTES,
+    }
+)
+SIDE = np.dtype(
+    {
+        "names": [
+            "sequence",
+            "tables",
+            "version",
+            "step",
+            "step_end_unix_ns",
+            "event_time_unix_ns",
+            "number",
+            "seal",
+            "history",
+            "kept",
+        ],
+        "formats": ["<u8", "<u8", "<u8", "<i8", "<i8", "<i8", "<u8", "<u8", "S128", "S512"],
+        "offsets": [0, 8, 16, 24, 32, 40, 48, 56, 64, 192],
+        "itemsize": 1024,
+    }
+)
+# `dtype` is NumPy's, for example `<f4`. `value_type` is the number of a `ValueType` if rows are held encoded, with
+# `table_dim` values in each; else 0. `there` and `index` are files: a byte for each row that says whether it
+# exists, and `index_slots` pairs of int64, a raw id and its row (see `kernels/keys.py`); 0 without a map of raw
+# ids. `of` is the name of the table to which a map belongs.
+TABLE = np.dtype(
+    {
+        "names": [
+            "name",
+            "of",
+            "kind",
+            "dtype",
+            "dim",
+            "row_bytes",
+            "rows",
+            "file",
+            "there",
+            "index",
+            "index_slots",
+            "value_type",
+            "table_dim",
+        ],
+        "formats": ["S512", "S512", "<u4", "S8", "<u4", "<u4", "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u4"],
+        "offsets": [0, 512, 1024, 1032, 1040, 1044, 1048, 1056, 1064, 1072, 1080, 1088, 1092],
+        "itemsize": 1152,
+    }
+)
+SIDE_BYTES = SIDE.itemsize + MOST_TABLES * TABLE.itemsize
+CONTROL_BYTES = HEADER_BYTES + 2 * SIDE_BYTES
+
+# A thread owns an entry while it has a lock on its byte in `readers`: an open file description lock, which ends
+# with the process. `side` is 0, or 1 + the pinned side; `pins` counts the pins of this entry; `pid` is for people.
+READER = np.dtype(
+    {
+        "names": ["side", "pins", "since_unix_ns", "pid"],
+        "formats": ["<u8", "<u8", "<i8", "<u8"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 64,
+    }
+)
+MOST_READERS = 1024
+READERS_BYTES = MOST_READERS * READER.itemsize
+DIRECTORY = Path("/dev/shm")  # noqa: S108  # the shared memory of the host
+
+
+def folder_of(name: str, directory: Path = DIRECTORY) -> Path:
+    """The folder of a mirror."""
+    return directory / f"deltasync-{name}"
+
+
+def file_name(number: int) -> str:
+    """The name of the file of an array."""
+    return f"{number:x}"
+
+
+def side_offset(side: int) -> int:
+    """Where a side begins in `control`."""
+    return HEADER_BYTES + side * SIDE_BYTES

@@ -1,0 +1,274 @@
+"""Tables in shared memory: one target writes them, readers in this and other processes read them."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.keyed_model import BIAS, CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.waiting import wait_for
+
+from deltasync.base.decision import Decision
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
+from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec, TornTarget
+from deltasync.client.shared import layout
+from deltasync.client.shared.reader import SharedReader
+from deltasync.client.shared.target import SharedTarget
+from deltasync.client.targets.checksums import TargetChecksums
+
+CONSUMER = "predictors"
+WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def release_of(version: int, value: float, *, table: TableSpec = USER, resync: bool = False) -> Release:
+    rows = np.full((table.rows, table.dim), value, table.dtype)
+    return Release(
+        position=Position("h", version, version),
+        step=version,
+        step_end_unix_ns=version,
+        resync=resync,
+        tables=[table],
+        rows=[RowBatch(Shard.whole(table), np.arange(table.rows), rows)],
+        version=version,
+        model="clicks",
+    )
+
+
+def keyed_of(reader: SharedReader) -> dict[str, dict[int, float]]:
+    """The first value of each row by key, looked up in two ways."""
+    with reader.reading() as now:
+        keys = {name: now.keyed[name].keys() for name in (USER.name, ITEM.name, BIAS.name)}
+        version = now.version
+    held = {}
+    for name, some in keys.items():
+        values, exist, at = reader.lookup_keys(name, some[::-1])
+        assert exist.all()
+        assert at == version
+        held[name] = dict(zip(some[::-1].tolist(), values[:, 0].tolist(), strict=True))
+    return held
+
+
+@given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE, st.booleans()), min_size=1, max_size=6))
+def test_readers_see_what_the_model_has_also_after_restarts(
+    steps: list[tuple[Change, bool, frozenset[str], bool]],
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        model, plain = KeyedModel(), NumpyTarget()
+        target = SharedTarget("m", CONSUMER, directory=name)
+        reader = SharedReader("m", directory=name)
+        checksums, by_row = TargetChecksums(target), TargetChecksums(plain)
+        for change, resync, whole, restart in steps:
+            held = model.version
+            model.change(change)
+            release = model.release(held, resync=resync or not held, whole=whole)
+            plain.apply(release)
+            target.apply(release)
+            assert checksums.after(release) == by_row.after(release)
+            assert keyed_of(reader) == model.expected()
+            assert reader.version().version == model.version
+            for table, rows in plain.tables.items():
+                found, _ = reader.lookup(table, np.arange(len(rows) + 1))
+                assert found[:-1].tobytes() == rows.tobytes()
+                assert not found[-1].any()
+            if restart:
+                target.close()
+                target = SharedTarget("m", CONSUMER, directory=name)
+                assert target.position == release.position
+                checksums = TargetChecksums(target)
+        target.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_a_mirror_that_was_killed_while_it_wrote_leaves_a_whole_version(folder: Path, moment: str) -> None:
+    def die(side: int, when: str) -> None:
+        target = SharedTarget("m", CONSUMER, directory=folder)
+        target.apply(release_of(1, 1.0, resync=True))
+        first = target._sides[1 - target._memory.served]
+        second = target._served
+
+        def kill(*_: object) -> None:
+            os._exit(0)
+
+        subject, method = {
+            "before": (first.copy, "describe"),
+            "between": (second, "begin"),
+            "after": (second.copy, "describe"),
+        }[when]
+        setattr(subject, method, kill)
+        target.apply(release_of(2, 2.0))
+
+    process = get_context("fork").Process(target=die, args=(0, moment))
+    process.start()
+    process.join(20)
+    value = 1.0 if moment == "before" else 2.0
+    reader = SharedReader("m", directory=folder)
+    rows, version = reader.lookup(USER.name, np.arange(ROWS))
+    assert (version, rows.min(), rows.max()) == (value, value, value)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    assert target.position.number == value
+    target.apply(release_of(3, 3.0))
+    assert reader.lookup(USER.name, np.arange(ROWS))[0].min() == 3.0
+    target.close()
+    assert not reader.readiness.yes
+
+
+def test_what_a_reader_pins_stays_until_it_leaves_or_the_limit_is_over(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
+    target.apply(release_of(1, 1.0, resync=True))
+    reader = SharedReader("m", directory=folder)
+    with reader.reading() as now:
+        applying = threading.Thread(target=target.apply, args=(release_of(2, 2.0),))
+        applying.start()
+        wait_for(lambda: reader.version().version == 2)
+        assert now.version == 1
+        assert now.tables[USER.name].max() == 1.0, "others have the next version already"
+    applying.join()
+    with pytest.raises(TornTarget, match="wrote over the rows"), reader.reading() as now:
+        target.apply(release_of(3, 3.0))
+    with reader.reading() as now:
+        assert now.tables[USER.name].min() == 3.0
+        assert not now.tables[USER.name].flags.writeable
+    target.close()
+
+
+def test_a_reader_that_died_is_not_waited_for(folder: Path) -> None:
+    def pin_and_die() -> None:
+        with SharedReader("m", directory=folder).reading():
+            os._exit(0)
+
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
+    target.apply(release_of(1, 1.0, resync=True))
+    process = get_context("fork").Process(target=pin_and_die)
+    process.start()
+    process.join(20)
+    target.apply(release_of(2, 2.0))
+    target.apply(release_of(3, 3.0))
+    assert SharedReader("m", directory=folder).version().version == 3
+    target.close()
+
+
+def test_no_reader_sees_a_torn_row_while_releases_come(folder: Path) -> None:
+    def look(name: str, found: "list[str]") -> None:
+        reader, ids = SharedReader("m", directory=name), np.arange(table.rows)
+        for turn in range(200):
+            rows, version = reader.lookup(table.name, ids)
+            if not (rows == version).all():
+                found.append(f"torn: {version}")
+            if turn % 10 == 0:
+                with reader.reading() as now:
+                    if not (now.tables[table.name] == now.version).all():
+                        found.append(f"torn whole: {now.version}")
+
+    table = TableSpec("wide", 2000, 64)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, table=table, resync=True))
+    found = list[str]()
+    threads = [threading.Thread(target=look, args=(str(folder), found)) for _ in range(3)]
+    for each in threads:
+        each.start()
+    version = 1
+    while any(each.is_alive() for each in threads):
+        version += 1
+        target.apply(release_of(version, float(version), table=table))
+    assert found == []
+    assert version > 3
+    target.close()
+
+
+def test_tables_grow_come_and_go_and_leave_no_file(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    reader = SharedReader("m", directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
+    target.apply(release_of(2, 2.0, table=larger))
+    assert reader.lookup(USER.name, np.arange(3 * ROWS))[0].min() == 2.0
+    target.apply(release_of(3, 3.0, table=ITEM))
+    assert reader.lookup(ITEM.name, np.arange(ROWS))[0].min() == 3.0
+    with pytest.raises(NotFound, match=f"no table '{USER.name}'"):
+        reader.lookup(USER.name, np.arange(1))
+    target.apply(release_of(4, 4.0, table=ITEM))
+    arrays = [each.name for each in layout.folder_of("m", folder).iterdir()]
+    assert len(arrays) == 2 + 4, "rows and masks of one table on two sides, control and readers"
+    target.close()
+
+
+def test_what_is_no_mirror_of_ours_is_refused(folder: Path) -> None:
+    with pytest.raises(NotFound, match="no mirror 'm' in"):
+        SharedReader("m", directory=folder)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    reader = SharedReader("m", directory=folder)
+    assert not reader.readiness.yes
+    with pytest.raises(ServiceUnavailable, match="has no version yet"):
+        reader.lookup(USER.name, np.arange(1))
+    with pytest.raises(Contradiction, match="another process writes"):
+        SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.note_readiness(Decision(True, "it has caught up"))
+    assert reader.readiness == Decision(True, "it has caught up")
+    with pytest.raises(InvalidInput, match="row -1 of table"):
+        reader.lookup(USER.name, np.array([-1]))
+    other = release_of(2, 2.0)
+    with pytest.raises(Contradiction, match="has model 'clicks', the consumer's is 'views'"):
+        target.apply(Release(**{**vars(other), "model": "views"}))
+    target.close()
+    with pytest.raises(InvalidInput, match="is of consumer 'predictors', not 'canary'"):
+        SharedTarget("m", "canary", directory=folder)
+    control = layout.folder_of("m", folder) / layout.CONTROL
+    content = bytearray(control.read_bytes()[: layout.HEADER_BYTES])
+    content[8] = 9
+    with control.open("r+b") as file:
+        file.write(content)
+    for open_it in (
+        lambda: SharedReader("m", directory=folder),
+        lambda: SharedTarget("m", CONSUMER, directory=folder),
+    ):
+        with pytest.raises(InvalidInput, match="has layout 9"):
+            open_it()
+    control.write_bytes(b"something else")
+    for open_it in (
+        lambda: SharedReader("m", directory=folder),
+        lambda: SharedTarget("m", CONSUMER, directory=folder),
+    ):
+        with pytest.raises(InvalidInput, match="is not of a mirror"):
+            open_it()
+
+
+def test_too_little_memory_is_told_before_anything_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            StorageFailed, match=r"no room for the tables, which need 100000 bytes there .*--shm-size"
+        ):
+            target.apply(release_of(2, 2.0, table=TableSpec(USER.name, 10_000, 1, np.dtype("<f4"))))
+    assert SharedReader("m", directory=folder).lookup(USER.name, np.arange(ROWS))[0].max() == 1.0
+    target.apply(release_of(2, 2.0))
+    target.close()
+
+
+@pytest.mark.parametrize(("readable_by", "mode"), [("owner", 0o600), ("group", 0o640), ("all", 0o644)])
+def test_only_those_who_may_can_read_and_nobody_can_write(folder: Path, readable_by: str, mode: int) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder, readable_by=readable_by)
+    target.apply(release_of(1, 1.0, resync=True))
+    for each in layout.folder_of("m", folder).iterdir():
+        if each.name != layout.READERS:
+            assert each.stat().st_mode & 0o777 == mode, each
+    target.close()
