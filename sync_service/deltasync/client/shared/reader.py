@@ -163,8 +163,10 @@ class SharedReader:
             while True:
                 side = self._sides[int(self._header["served"][0])]
                 pin.take(side.number)
-                sequence = side.begin()
-                if sequence is not None and int(self._header["served"][0]) == side.number:
+                # Only a served side is whole, so look at its sequence number last.
+                still_served = int(self._header["served"][0]) == side.number
+                in_order()
+                if (sequence := side.begin()) is not None and still_served:
                     break
             yield SharedReading(**side.reading(), tables=side.arrays(), keyed=side.all_keyed())
             if side.is_changed_since(sequence):
@@ -217,9 +219,15 @@ class _Side:
         self._known: tuple[int, dict[str, Any]] = (-1, {})  # The tables at a sequence number, by name.
 
     def begin(self) -> int | None:
-        """The sequence number before reading; None while the side is written."""
+        """The sequence number before reading; None while the side is written.
+
+        Raises:
+            ServiceUnavailable: a first copy is arriving.
+        """
         sequence = int(self._shown["sequence"][0])
         in_order()
+        if sequence % 2 and not self.version:
+            raise ServiceUnavailable("the mirror has no version yet")
         return None if sequence % 2 else sequence
 
     def is_changed_since(self, sequence: int) -> bool:
@@ -317,22 +325,31 @@ class _Pin:
 
     def __init__(self, path: Path) -> None:
         self.pid = os.getpid()
-        self._mapped = Mapped(path, write=True)
+        self._file = Mapped(path, write=True)  # For its descriptor only.
         for number in range(layout.MOST_READERS):
-            if lock_byte(self._mapped.fd, number):
+            if lock_byte(self._file.fd, number):
                 break
         else:
             raise LimitReached(f"{layout.MOST_READERS} threads read whole versions of this mirror already")
-        self._entry = self._mapped.array(layout.READER, offset=number * layout.READER.itemsize)
-        self._entry["side"], self._entry["pid"] = 0, self.pid
+        self._offset = number * layout.READER.itemsize
+        before = os.pread(self._file.fd, layout.READER.itemsize, self._offset)
+        self._entry = np.zeros(1, layout.READER)
+        if len(before) == layout.READER.itemsize:  # Else somebody has made the file shorter.
+            self._entry["pins"] = np.frombuffer(before, layout.READER)["pins"]
+        self._entry["pid"] = self.pid
 
     def take(self, side: int) -> None:
         """Pin a side."""
         self._entry["pins"] += 1
         self._entry["since_unix_ns"] = time.time_ns()
-        self._entry["side"] = side + 1
+        self._write(0)  # The mirror must not see the new pin with the number of an old one.
+        self._write(side + 1)
         in_order()
 
     def release(self) -> None:
         """Release the pinned side."""
-        self._entry["side"] = 0
+        self._write(0)
+
+    def _write(self, side: int) -> None:
+        self._entry["side"] = side
+        os.pwrite(self._file.fd, self._entry.tobytes(), self._offset)
