@@ -15,8 +15,7 @@ mirror waits before it writes a pinned side, but no longer than its limit. So co
 use as well.
 
 The header has the next file number, because no number is used twice. An array's file never changes its size. If a
-file is missing, the side has changed meanwhile. Anybody who may read may change `readers`, also its size, so do not
-map that file.
+file is missing, the side has changed meanwhile. Every reader may change `readers`, also its size: do not map it.
 """
 
 from pathlib import Path
