@@ -27,6 +27,7 @@ from deltasync.client import Position, Release, RowBatch, Shard, TableSpec
 from deltasync.client.shared import layout
 from deltasync.client.shared.reader import SharedReader
 from deltasync.client.shared.target import SharedTarget
+from deltasync.client.targets.keyed_table import KeyIndex
 from deltasync.core.tables import FREE_ID, TableKind
 
 CONSUMER = "predictors"
@@ -191,6 +192,18 @@ def test_rows_and_keys_are_those_that_python_reads(
                 target = SharedTarget("m", CONSUMER, directory=name)
         target.close()
         c.detach()
+
+
+def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> None:
+    c, generator = CReader(functions, "none"), np.random.default_rng(0)
+    index = KeyIndex()
+    keys = generator.integers(-(2**63), 2**63 - 1, 5000)
+    index.put(keys, np.arange(5000))
+    index.remove(keys[::2])
+    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.slots.ctypes.data)
+    assert [c.row_of(table, key) for key in keys.tolist()] == index.find(keys).tolist()
+    table.rows = 100
+    assert {c.row_of(table, key) for key in keys.tolist()} == {-1, *range(1, 100, 2)}
 
 
 def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) -> None:
