@@ -155,15 +155,15 @@ def check_equal(c: CReader, python: SharedReader, tables: list[TableSpec]) -> No
         assert rows.tobytes() == values.tobytes()
         code, found = c.find(table.name)
         assert (code, found.dtype, found.dim, found.rows) == (0, table.dtype.str.encode(), table.dim, table.rows)
-    version, now = c.newest()[1], python.version()
-    assert (version.version, version.step, version.step_end_unix_ns) == (
+    told, now = c.newest()[1], python.version()
+    assert (told.version, told.step, told.step_end_unix_ns) == (
         now.version,
         now.step,
         now.step_end_unix_ns,
     )
-    assert (version.event_time_unix_ns or None) == now.event_time_unix_ns
+    assert (told.event_time_unix_ns or None) == now.event_time_unix_ns
     assert now.age_seconds is not None
-    assert c.age(version) == pytest.approx(now.age_seconds, abs=60)
+    assert c.age(told) == pytest.approx(now.age_seconds, abs=60)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
@@ -220,7 +220,7 @@ def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) ->
 
 def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     def attached() -> int:
-        return CReader(functions, path).attached
+        return int(CReader(functions, path).attached)
 
     path = layout.folder_of("m", folder)
     assert attached() == CReader(functions, "no-such-mirror").attached == shared_c.NO_MIRROR

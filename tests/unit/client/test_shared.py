@@ -181,7 +181,7 @@ def test_a_mirror_that_was_killed_while_it_told_its_state_leaves_no_reader_in_do
         target.note_readiness(Decision(True, Last("the last word")))
 
     class Last(str):
-        def encode(self, *_: object) -> bytes:  # type: ignore[override]
+        def encode(self, *_: object) -> bytes:
             os._exit(0)
 
     process = get_context("fork").Process(target=die)

@@ -2,13 +2,14 @@
 
 import re
 from inspect import getsource
+from pathlib import Path
 
 import pytest
 
 from deltasync.client.shared import layout
 from deltasync.kernels import keys as key_kernels
 
-HEADER = (layout.Path(layout.__file__).parent / "deltasync_shared.h").read_text()
+HEADER = (Path(layout.__file__).parent / "deltasync_shared.h").read_text()
 TYPES = {"header": layout.HEADER, "side": layout.SIDE, "table": layout.TABLE, "entry": layout.READER}
 
 
