@@ -17,7 +17,7 @@ from deltasync.base.errors import InvalidInput, LimitReached, NotFound, ServiceU
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
 from deltasync.client.shared.memory import Mapping as Mapped
-from deltasync.client.shared.memory import in_order, lock_byte
+from deltasync.client.shared.memory import lock_byte
 from deltasync.client.targets.keyed_table import KeyedRows, checked_keys
 from deltasync.client.targets.keyed_target import RowNumbers
 from deltasync.client.targets.numpy_target import rows_at
@@ -25,6 +25,7 @@ from deltasync.client.targets.target import Reading, TornTarget
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.kernels import keys as key_kernels
+from deltasync.kernels.fences import fence
 
 T = TypeVar("T")
 # The mirror has ended if it has not shown that it is alive for this long.
@@ -79,7 +80,8 @@ class SharedReader:
             raise InvalidInput(f"{self._folder} has {what}, this version reads layout {layout.VERSION}")
         self._sides = [_Side(self._folder, self._control, number) for number in (0, 1)]
         self._pins = threading.local()
-        key_kernels.find.compile()  # Now, so that no lookup waits for the compiler.
+        for each in (key_kernels.find, fence):
+            each.compile()  # Now, so that no lookup waits for the compiler.
 
     @property
     def model(self) -> str:
@@ -91,9 +93,9 @@ class SharedReader:
         """Whether the replica behind the mirror is ready, and why. It is not once the mirror has stopped."""
         for _ in range(_MOST_TRIES):
             sequence = int(self._header["state_sequence"][0])
-            in_order()
+            fence()
             ready, reason = bool(self._header["ready"][0]), self._header["reason"][0].decode(errors="replace")
-            in_order()
+            fence()
             if sequence % 2 == 0 and sequence == int(self._header["state_sequence"][0]):
                 break
         alive = int(self._header["alive_unix_ns"][0])
@@ -165,7 +167,7 @@ class SharedReader:
                 pin.take(side.number)
                 # Only a served side is whole, so look at its sequence number last.
                 still_served = int(self._header["served"][0]) == side.number
-                in_order()
+                fence()
                 if (sequence := side.begin()) is not None and still_served:
                     break
             yield SharedReading(**side.reading(), tables=side.arrays(), keyed=side.all_keyed())
@@ -180,7 +182,7 @@ class SharedReader:
     def _try(self, read: Callable[["_Side"], T]) -> T:
         for _ in range(_MOST_TRIES):
             side = self._sides[int(self._header["served"][0])]
-            in_order()
+            fence()
             if (sequence := side.begin()) is None:
                 continue
             try:
@@ -225,14 +227,14 @@ class _Side:
             ServiceUnavailable: a first copy is arriving.
         """
         sequence = int(self._shown["sequence"][0])
-        in_order()
+        fence()
         if sequence % 2 and not self.version:
             raise ServiceUnavailable("the mirror has no version yet")
         return None if sequence % 2 else sequence
 
     def is_changed_since(self, sequence: int) -> bool:
         """Whether the side was written since."""
-        in_order()
+        fence()
         return int(self._shown["sequence"][0]) != sequence
 
     @property
@@ -344,7 +346,7 @@ class _Pin:
         self._entry["since_unix_ns"] = time.time_ns()
         self._write(0)  # The mirror must not see the new pin with the number of an old one.
         self._write(side + 1)
-        in_order()
+        fence()
 
     def release(self) -> None:
         """Release the pinned side."""

@@ -18,7 +18,7 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping, in_order, is_locked
+from deltasync.client.shared.memory import Mapping, is_locked
 from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
@@ -27,6 +27,7 @@ from deltasync.core.delivery import HeldSpec
 from deltasync.core.position import Position
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.kernels.fences import fence
 
 # The mirror says this often that it is alive.
 _ALIVE_SECONDS = 1.0
@@ -217,9 +218,9 @@ class _Memory:
 
     @served.setter
     def served(self, side: int) -> None:
-        in_order()
+        fence()
         self.header["served"][0] = side
-        in_order()
+        fence()
 
     def side(self, number: int) -> NDArray[Any]:
         return self._control.array(layout.SIDE, offset=layout.side_offset(number))
@@ -299,10 +300,10 @@ class _Memory:
     def note_readiness(self, decision: Decision) -> None:
         with self._state:
             self.header["state_sequence"][0] |= 1  # It is odd already if a mirror was killed here.
-            in_order()
+            fence()
             self.header["ready"][0] = decision.yes
             self.header["reason"][0] = decision.reason.encode()[: layout.HEADER["reason"].itemsize - 1]
-            in_order()
+            fence()
             self.header["state_sequence"][0] += 1
 
     def stay_alive(self) -> None:
@@ -460,7 +461,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         self._memory.wait_for_readers(self._number)
         if self.is_whole:
             self._shown["sequence"][0] += 1
-        in_order()
+        fence()
 
     def end(self, reading: KeyedReading) -> None:
         """Describe the tables and the version, and say that the side is whole."""
@@ -472,7 +473,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         shown["history"], shown["kept"] = reading.position.history.encode(), reading.kept.encode()
         shown["step"], shown["step_end_unix_ns"] = reading.step or 0, reading.step_end_unix_ns or 0
         shown["event_time_unix_ns"] = reading.event_time_unix_ns or 0
-        in_order()
+        fence()
         shown["sequence"] += 1
         self.copy.forget_others()
 
