@@ -154,7 +154,7 @@ class SharedReader:
         longer, the block ends with an error: do not use results of it. Blocks of a thread cannot be nested.
 
         Raises:
-            ServiceUnavailable: nothing was published yet.
+            ServiceUnavailable: nothing was published yet, or this process may not write `readers`.
             LimitReached: too many threads read.
             TornTarget: the mirror did not wait any longer, and the rows may be of two versions.
         """
@@ -317,7 +317,13 @@ class _Pin:
 
     def __init__(self, path: Path) -> None:
         self.pid = os.getpid()
-        self._mapped = Mapped(path, write=True)
+        try:
+            self._mapped = Mapped(path, write=True)
+        except OSError as error:
+            raise ServiceUnavailable(
+                f"{path} cannot be written ({error.strerror}), which reading a whole version needs: use lookups, "
+                "or mount it writable"
+            ) from error
         for number in range(layout.MOST_READERS):
             if lock_byte(self._mapped.fd, number):
                 break
