@@ -136,7 +136,7 @@ def consumer_routes(on: Collaborators) -> APIRouter:
 
     @routes.post("/{name}/object", openapi_extra=_REASON)
     async def raise_objection(name: str, request: Request) -> ConsumerLine:
-        """Raise an objection to what a consumer serves. Needs role subscribe for this consumer, or admin."""
+        """Raise an objection to what a consumer serves. Needs roles read and subscribe for it, or admin."""
         check_may(Role.SUBSCRIBE, name)
         reason = text_of(await json_object(request, ("reason",)), "reason")
         return _line(await following.object(name, reason, author()))

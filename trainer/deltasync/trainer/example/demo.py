@@ -192,7 +192,9 @@ class Run:
         self._lines = 0
         self.replicas = [name for fleet in fleets for name in fleet.replicas]
         self.watched = ["trainer", *self.replicas, "service"]
-        roles = {name: f"subscribe:{fleet.consumer}" for fleet in fleets for name in fleet.replicas}
+        # An objection also needs role read.
+        more = "" if options.poison_at is None else " read"
+        roles = {name: f"subscribe:{fleet.consumer}{more}" for fleet in fleets for name in fleet.replicas}
         self._credentials = ProcessCredentials(
             folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure
         )

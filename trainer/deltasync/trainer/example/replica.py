@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from deltasync.base.logs import log_to_stderr
 from deltasync.base.process import keep_freed_memory, listening_socket
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.client import Admin, Endpoint, Release, Subscriber, SubscriberOptions, ValueType, Written
+from deltasync.client import Admin, Release, Subscriber, SubscriberOptions, ValueType, Written
 from deltasync.trainer.example.compare import save_state
 from deltasync.trainer.example.features import Features, Featurizer
 from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows
@@ -150,8 +151,8 @@ class Check:
         objected_at: the number of events that were scored before the objection; None without one.
     """
 
-    def __init__(self, service: Endpoint, consumer: str, share: float) -> None:
-        self._service, self._consumer, self._share = service, consumer, share
+    def __init__(self, raise_objection: Callable[[str], None], share: float) -> None:
+        self._raise_objection, self._share = raise_objection, share
         self._recent = deque[tuple[Logits, Logits]](maxlen=RECENT_BATCHES)
         self._best = 0.0
         self.objected_at: int | None = None
@@ -166,7 +167,7 @@ class Check:
         self._best = max(self._best, found)
         if found < self._share * self._best:
             reason = f"the AUC of the last {len(labels):,} events is {found:.3f}, its best was {self._best:.3f}"
-            Admin(self._service).object(self._consumer, reason)
+            self._raise_objection(reason)
             self.objected_at = int(features.index[-1]) + 1
 
 
@@ -208,7 +209,9 @@ def main(
         model = quantised(model, ValueType(value_type))
     last_step = freeze_at // stream.batch_size if value_type and freeze_at else math.inf
     target = HeldTarget(model, last_step, math.inf if most_behind is None else most_behind)
-    check = Check(settings["service"], settings["consumer"], object_below) if object_below is not None else None
+    check = None
+    if object_below is not None:
+        check = Check(partial(Admin(settings["service"]).object, settings["consumer"]), object_below)
     featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, NDArray[Any]]]()
     with ExitStack() as stack:
         subscriber = stack.enter_context(Subscriber(SubscriberOptions(**settings), target))
