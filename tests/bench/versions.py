@@ -1,0 +1,261 @@
+"""What kept versions cost: the bytes of a rollback, and cuts while versions are kept.
+
+rollback_ratio  Bytes of ids and values in the release with which a consumer goes back to a kept version, or its
+                model is rolled back to it, over those of the replica's rows that the release changes. Since that
+                version, some rows have changed several times, and others have got their old values back. One
+                consumer is sent everything, and one the tenth that changed most, as int8. The figure is the
+                largest.
+cut_ratio       The mean time from publish to applied of a cut in a service that keeps a version at an interval,
+                over that in one that keeps none. They take turns of a little more than the interval. A cut begins
+                at a fixed interval after the one before, if that has ended.
+"""
+
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from tests.bench.children import Children, publisher
+from tests.bench.scale import SizedTable, uniform
+from tests.bench.timing import spread_of
+
+from deltasync.client import (
+    Admin,
+    Endpoint,
+    NumpyTarget,
+    Part,
+    Policy,
+    Publisher,
+    Release,
+    RowBatch,
+    Subscriber,
+    SubscriberOptions,
+    TableSpec,
+    ValueType,
+    Written,
+)
+from deltasync.core.rows import Ids
+
+_MODEL = "bench"
+_POLICIES = {"everything": Policy(), "topk-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
+# Only the schedule writes checkpoints.
+_NONE_BY_ITSELF = ("--checkpoint-bytes", str(16 << 30), "--checkpoint-seconds", "86400")
+_PATIENCE_SECONDS = 600.0
+_CUTS, _OF_A_CUT = 10, 0.02
+# A turn lasts for this many intervals, so that at least one version is kept in it.
+_TURN = 1.2
+_AIM_ROLLBACK, _AIM_CUT = 1.1, 1.2
+
+
+OPTIONS = (
+    click.option("--rows", type=click.IntRange(100), default=1_000_000, help="Rows of the table."),
+    click.option("--dim", type=click.IntRange(1), default=64, help="Values of a row."),
+    click.option("--cut-rows", type=click.IntRange(1), default=10_000, help="Rows of a cut that is timed."),
+    click.option(
+        "--cut-seconds", type=click.FloatRange(0), default=0.05, help="Interval between cuts that are timed."
+    ),
+    click.option(
+        "--every", type=click.FloatRange(0, min_open=True), default=10.0, help="Seconds between kept versions."
+    ),
+    click.option("--rounds", type=click.IntRange(1), default=5, help="Rollbacks, and turns of each service."),
+)
+
+
+def run(
+    console: Console, rows: int, dim: int, cut_rows: int, cut_seconds: float, every: float, rounds: int
+) -> dict[str, Any]:
+    spec = TableSpec("bench", rows, dim)
+    figures = _rolled_back(spec, rounds)
+    figures |= _cuts(spec, min(cut_rows, rows), cut_seconds, every, rounds)
+    figures |= {"rows": rows, "dim": dim, "cut_rows": min(cut_rows, rows), "every": every, "rounds": rounds}
+    _print(console, figures)
+    return figures
+
+
+class MeasuredTarget(NumpyTarget):
+    """A replica that compares the bytes of a release with those of the rows that it changes.
+
+    Attributes:
+        ratio: the first over the second, of the last release.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        super().__init__()
+        self.ratio = 0.0
+        self._row_bytes, self._version = row_bytes, 0
+        self._before: dict[str, NDArray[Any]] | None = None  # Until a release is complete.
+        self._applied = threading.Condition()
+
+    def apply(self, release: Release) -> Written | None:
+        if self._before is None:
+            self._before = {name: rows.copy() for name, rows in self.tables.items()}
+        written = super().apply(release)
+        if release.more:
+            return written
+        changed = sum(int((self.tables[name] != rows).any(axis=1).sum()) for name, rows in self._before.items())
+        with self._applied:
+            self.ratio = release.bytes / max(1, changed * self._row_bytes)
+            self._version, self._before = release.version, None
+            self._applied.notify_all()
+        return written
+
+    def await_version(self, version: int) -> None:
+        with self._applied:
+            if not self._applied.wait_for(lambda: self._version == version, _PATIENCE_SECONDS):
+                raise RuntimeError(f"a replica of the benchmark stays at version {self._version}, not {version}")
+
+
+class _Fleets:
+    """A service with a replica of each consumer in this process, and a publisher."""
+
+    def __init__(self, spec: TableSpec, grpc: str, admin: Admin, source: Publisher, stack: ExitStack) -> None:
+        self._spec, self.admin, self._source = spec, admin, source
+        self.targets = {name: MeasuredTarget(policy.row_bytes(spec)) for name, policy in _POLICIES.items()}
+        for name, target in self.targets.items():
+            admin.create_consumer(name, _MODEL, _POLICIES[name])
+            options = SubscriberOptions(service=grpc, consumer=name, replica=name)
+            stack.enter_context(Subscriber(options, target))
+        self._generator = np.random.default_rng(0)
+        self._step = 0
+        self.values = np.zeros((spec.rows, spec.dim), np.float32)
+
+    def change(self, ids: Ids) -> int:
+        """Give some rows other values; returns the version."""
+        self.values[ids] = self._generator.standard_normal((len(ids), self._spec.dim), np.float32)
+        return self.publish(ids)
+
+    def publish(self, ids: Ids) -> int:
+        """Publish the values of some rows, and wait for all replicas; returns the version."""
+        self._step += 1
+        rows = [RowBatch.of_table(self._spec, ids, self.values[ids])]
+        part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=self._step == 1)
+        version = self._source.publish(part).result().number
+        self.ratios(version)
+        return version
+
+    def follow(self, version: str) -> None:
+        """Let all consumers follow a version."""
+        for name in self.targets:
+            self.admin.follow_version(name, version)
+
+    def draw(self) -> Ids:
+        return uniform(self._generator, self._spec.rows, max(1, int(_OF_A_CUT * self._spec.rows)))
+
+    def ratios(self, version: int) -> dict[str, float]:
+        """Wait until the replicas have a version; returns the ratio of each at that release."""
+        for target in self.targets.values():
+            target.await_version(version)
+        return {name: target.ratio for name, target in self.targets.items()}
+
+
+def _rolled_back(spec: TableSpec, rounds: int) -> dict[str, Any]:
+    follow, model = list[dict[str, float]](), list[dict[str, float]]()
+    for _ in range(rounds):
+        with ExitStack() as stack:
+            token = secrets.token_hex()
+            children = stack.enter_context(Children())
+            service = children.service(*_NONE_BY_ITSELF, admin_token=token)
+            source = stack.enter_context(publisher(service.grpc, [spec]))
+            fleets = _Fleets(spec, service.grpc, Admin(Endpoint(service.http, token)), source, stack)
+            fleets.change(np.arange(spec.rows))
+            kept = fleets.admin.keep_version(_MODEL, "good")["version"]
+            for _ in range(_CUTS):
+                fleets.change(fleets.draw())
+            back = fleets.draw()
+            old = fleets.values[back].copy()
+            fleets.change(back)
+            fleets.values[back] = old
+            newest = fleets.publish(back)
+
+            fleets.follow("good")
+            follow.append(fleets.ratios(kept))
+            fleets.follow("live")
+            fleets.ratios(newest)
+            model.append(fleets.ratios(fleets.admin.roll_back(_MODEL, "good")))
+    return {
+        "rollback_ratio": max(max(each.values()) for each in (*follow, *model)),
+        "follow_ratios": {name: statistics.median(each[name] for each in follow) for name in _POLICIES},
+        "model_ratios": {name: statistics.median(each[name] for each in model) for name in _POLICIES},
+    }
+
+
+@contextmanager
+def _served(spec: TableSpec, *arguments: str) -> Iterator[tuple[SizedTable, Admin]]:
+    token = secrets.token_hex()
+    with Children() as children:
+        service = children.service(
+            "--consumer", f"{_MODEL}={_MODEL}", *_NONE_BY_ITSELF, *arguments, admin_token=token
+        )
+        replica = children.peer("fleet", service.grpc, _MODEL)
+        replica.read()
+        with publisher(service.grpc, [spec]) as source:
+            table = SizedTable(spec, service.pid, service.http, source, replica)
+            yield table, Admin(Endpoint(service.http, token))
+
+
+def _cuts(spec: TableSpec, cut_rows: int, cut_seconds: float, every: float, rounds: int) -> dict[str, Any]:
+    generator, schedule = np.random.default_rng(1), ("--keep-every-seconds", f"{every:g}", "--keep-last", "3")
+    times: dict[str, list[list[float]]] = {"without": [], "kept": []}
+    kept = 0
+    with _served(spec) as without, _served(spec, *schedule) as with_schedule:
+        for number in range(1 + rounds):
+            turns = [("without", without), ("kept", with_schedule)]
+            for name, (table, admin) in turns[:: 1 if number % 2 else -1]:
+                begun = time.time_ns()
+                seconds = _turn(table, generator, cut_rows, every, cut_seconds)
+                if number:  # The first turns touch memory and disk for the first time.
+                    times[name].append(seconds)
+                    if name == "kept":
+                        kept += sum(each["kept_unix_ns"] > begun for each in admin.kept_versions(_MODEL))
+                # Until its next turn, the schedule has nothing to keep; and the logs stay short.
+                admin.keep_version(_MODEL)
+    means = {name: [statistics.fmean(each) for each in turns] for name, turns in times.items()}
+    every_cut = {name: sorted(each for turn in turns for each in turn) for name, turns in times.items()}
+    return {
+        **spread_of(
+            "cut_ratio", [one / other for one, other in zip(means["kept"], means["without"], strict=True)]
+        ),
+        **{f"{name}_cut_seconds": statistics.median(each) for name, each in means.items()},
+        **{f"{name}_cut_p50_seconds": statistics.median(each) for name, each in every_cut.items()},
+        **{f"{name}_cut_p99_seconds": each[int(0.99 * len(each))] for name, each in every_cut.items()},
+        "cuts": len(every_cut["kept"]),
+        "kept_versions": kept,
+    }
+
+
+def _turn(
+    table: SizedTable, generator: np.random.Generator, cut_rows: int, every: float, cut_seconds: float
+) -> list[float]:
+    """Seconds of each cut for a little longer than an interval."""
+    found, end = list[float](), time.monotonic() + _TURN * every
+    while (begun := time.monotonic()) < end:
+        found.append(table.cut(uniform(generator, table.spec.rows, cut_rows)))
+        time.sleep(max(0.0, begun + cut_seconds - time.monotonic()))
+    return found
+
+
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    console.print(
+        f"versions: a table of {figures['rows']:,} rows x {figures['dim']} fp32, {figures['rounds']} rounds"
+    )
+    for key, says in (("follow_ratios", "a consumer follows a kept version"), ("model_ratios", "models rollback")):
+        ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in figures[key].items())
+        console.print(f"  {says}: bytes sent over bytes that differ: {ratios}")
+    console.print(f"  rollback_ratio {figures['rollback_ratio']:.3f}  (aim {_AIM_ROLLBACK})")
+    for name, says in (("without", "no version is kept"), ("kept", f"one is kept every {figures['every']:g} s")):
+        mean, p50, p99 = (1e3 * figures[f"{name}_cut_{key}seconds"] for key in ("", "p50_", "p99_"))
+        console.print(
+            f"  cuts of {figures['cut_rows']:,} rows, {says}: mean {mean:.1f} ms, p50 {p50:.1f}, p99 {p99:.1f}"
+        )
+    console.print(
+        f"  {figures['cuts']} cuts, {figures['kept_versions']} versions kept meanwhile   cut_ratio "
+        f"{figures['cut_ratio']:.2f} ({figures['cut_ratio_low']:.2f} to {figures['cut_ratio_high']:.2f})  "
+        f"(aim {_AIM_CUT})"
+    )
