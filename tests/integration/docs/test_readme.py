@@ -39,6 +39,7 @@ TRAINER = "trainer_example.py"
 PROTOCOL = document("protos/README.md")
 OPERATING = document("sync_service/docs/operating.md")
 SECURITY, CLUSTER = document("sync_service/docs/security.md"), document("sync_service/docs/cluster.md")
+VERSIONS = document("sync_service/docs/versions.md")
 SHARED_MEMORY = document("sync_service/docs/shared-memory.md")
 PREDICTORS, POLICIES = document("sync_service/docs/predictors.md"), document("sync_service/docs/policies.md")
 # Blocks of each file, in their order.
@@ -59,6 +60,7 @@ RUN = {
         ),
         "ready",
     ],
+    "sync_service/docs/versions.md": ["keep", "canary", "rollback"],
     "sync_service/docs/shared-memory.md": ["mirror", "shared", "functional"],
     "sync_service/docs/policies.md": ["serve", "policy", "admin"],
     "sync_service/docs/security.md": ["access", "guarded", "client", "status"],
@@ -72,9 +74,6 @@ RUN = {
             "pause",
             "delete",
             "checkpoint",
-            "keep",
-            "canary",
-            "rollback",
             "backup",
             "fsck",
         ),
@@ -342,19 +341,19 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
-        kept, listed, follows, live, shown, exported = visitor.shell(OPERATING.block("keep"))
+        kept, listed, follows, live, shown, exported = visitor.shell(VERSIONS.block("keep"))
         assert "follows version before-launch" in follows
         assert "follows the newest version" in live
         assert "is kept as before-launch" in kept
         assert "before-launch" in listed
         assert "live" in shown
         assert "version 1 of model clicks is in clicks.safetensors: " in exported
-        _, distant, objects, withdrawn, _ = visitor.shell(OPERATING.block("canary"))
+        _, distant, objects, withdrawn, _ = visitor.shell(VERSIONS.block("canary"))
         assert "follows version 1 (before-launch) since" in distant
         assert "20 min behind consumer 'canary'" in distant
         assert "consumer canary objects" in objects
         assert "is withdrawn" in withdrawn
-        back, _, released = visitor.shell(OPERATING.block("rollback"))
+        back, _, released = visitor.shell(VERSIONS.block("rollback"))
         assert "version 2 has the rows of version before-launch" in back
         assert "no longer kept" in released
         backed_up, restored = visitor.shell(OPERATING.block("backup"))
