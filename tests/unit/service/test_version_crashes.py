@@ -156,8 +156,8 @@ def test_every_action_is_done_or_not_whenever_it_ends(
             assert rows_of(service) == play.rows[model.position.number]
             versions = await service.versions.kept(MODEL)
             for kept, _ in versions:
-                tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
-                assert {key.name: table.rows.tobytes() for key, table in tables.items()} == play.rows[kept.version]
+                loaded = await asyncio.to_thread(load_kept, model, kept.id, Policy())
+                assert {key.name: table.rows.tobytes() for key, table in loaded.items()} == play.rows[kept.version]
             for name in POLICIES:
                 await arrive(service, name)
                 if follows := state.follows[name]:
