@@ -35,9 +35,9 @@ def lag(cluster: Cluster, consumer: str) -> dict[str, Any]:
 
 
 def at(cluster: Cluster, consumer: str, version: int) -> dict[str, Any]:
-    def there() -> dict[str, Any] | None:
+    def there() -> dict[str, Any]:
         found = lag(cluster, consumer)
-        return found if (found["head"], found["state"]) == (version, "in sync") else None
+        return found if (found["head"], found["state"]) == (version, "in sync") else {}
 
     return wait_for(there, lambda: lag(cluster, consumer), TIMEOUT)
 
