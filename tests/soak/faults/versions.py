@@ -78,7 +78,7 @@ def roll_back(world: World, fault: Fault) -> Sequence[str]:
         run = model.runs[-1].number
         version = _keep(world, model.name, name)
         try:
-            time.sleep(fault.seconds)
+            time.sleep(1 + fault.seconds)
 
             def do() -> None:
                 world.call(lambda admin: admin.roll_back(model.name, name, 30.0))
