@@ -13,7 +13,7 @@ from deltasync.log.records import name_of, pack_json, reading, unpack_json
 
 # A line is written this often even if nothing has changed.
 REPEAT_SECONDS = 60.0
-_LONGEST_GAP_NS = int(2 * REPEAT_SECONDS * 1e9)
+LONGEST_GAP_NS = int(2 * REPEAT_SECONDS * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def proven_since(lines: Iterable[HistoryLine], version: int) -> int | None:
     """
     since, newest = None, None
     for line in lines:
-        if newest is not None and line.unix_ns - newest > _LONGEST_GAP_NS:
+        if newest is not None and line.unix_ns - newest > LONGEST_GAP_NS:
             since = None
         newest = line.unix_ns
         if line.proven_by_all < version:
