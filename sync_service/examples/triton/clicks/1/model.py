@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from deltasync.client import DeltasyncError, TornTarget
-from deltasync.client.shared.reader import SharedReader, SharedReading
+from deltasync.client import DeltasyncError, SharedReader, SharedReading, TornTarget
 
 
 class TritonPythonModel:
