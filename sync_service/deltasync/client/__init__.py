@@ -35,6 +35,8 @@ from deltasync.client.connection import Connection
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
+from deltasync.client.shared.reader import SharedReader, SharedReading
+from deltasync.client.shared.target import SharedTarget
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets.keyed_table import KeyedRows, KeyedTable
 from deltasync.client.targets.keyed_target import KeyedReading, KeyedTarget
@@ -88,6 +90,9 @@ __all__ = [
     "ServiceFailed",
     "ServiceUnavailable",
     "Shard",
+    "SharedReader",
+    "SharedReading",
+    "SharedTarget",
     "StorageFailed",
     "Subscriber",
     "SubscriberOptions",

@@ -19,8 +19,13 @@ side that has changed meanwhile.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from deltasync.core.delivery import HeldSpec
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.value_types import ValueType
 
 MAGIC = b"DELTASHM"
 VERSION = 1
@@ -129,3 +134,12 @@ def file_name(number: int) -> str:
 def side_offset(side: int) -> int:
     """Where a side begins in `control`."""
     return HEADER_BYTES + side * SIDE_BYTES
+
+
+def spec_of(described: Any) -> TableSpec:
+    """The table that a description describes."""
+    name, rows, dim = described["name"].decode(), int(described["rows"]), int(described["dim"])
+    dtype, kind = np.dtype(described["dtype"].decode()), TableKind.of_number(int(described["kind"]))
+    if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
+        return HeldSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
+    return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())

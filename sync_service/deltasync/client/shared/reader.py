@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from deltasync.client.targets.numpy_target import rows_at
 from deltasync.client.targets.target import Reading, TornTarget
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
+from deltasync.core.tables import TableSpec
 from deltasync.kernels import keys as key_kernels
 
 T = TypeVar("T")
@@ -40,10 +41,12 @@ class SharedReading(Reading):
     Attributes:
         tables: [rows, dim] array by name, read-only.
         keyed: the same tables for lookups by raw id, or by row number without a map of raw ids.
+        specs: their definitions.
     """
 
     tables: Mapping[str, Values]
     keyed: Mapping[str, KeyedRows]
+    specs: Sequence[TableSpec]
 
 
 class SharedReader:
@@ -154,7 +157,7 @@ class SharedReader:
         longer, the block ends with an error: do not use results of it. Blocks of a thread cannot be nested.
 
         Raises:
-            ServiceUnavailable: nothing was published yet.
+            ServiceUnavailable: nothing was published yet, or this process may not write `readers`.
             LimitReached: too many threads read.
             TornTarget: the mirror did not wait any longer, and the rows may be of two versions.
         """
@@ -166,7 +169,7 @@ class SharedReader:
                 sequence = side.begin()
                 if sequence is not None and int(self._header["served"][0]) == side.number:
                     break
-            yield SharedReading(**side.reading(), tables=side.arrays(), keyed=side.all_keyed())
+            yield SharedReading(**side.reading(), tables=side.arrays(), keyed=side.all_keyed(), specs=side.specs())
             if side.is_changed_since(sequence):
                 raise TornTarget(
                     "the mirror wrote over the rows, because they were read for longer than its limit: do not use "
@@ -255,6 +258,10 @@ class _Side:
         """The rows of all tables."""
         return {name: self.array(name) for name in self._descriptions()}
 
+    def specs(self) -> list[TableSpec]:
+        """The definitions of all tables."""
+        return [layout.spec_of(each) for each in self._descriptions().values()]
+
     def keyed(self, name: str) -> KeyedRows:
         """A table for lookups by key."""
         each, rows = self._table(name), self.array(name)
@@ -317,7 +324,13 @@ class _Pin:
 
     def __init__(self, path: Path) -> None:
         self.pid = os.getpid()
-        self._mapped = Mapped(path, write=True)
+        try:
+            self._mapped = Mapped(path, write=True)
+        except OSError as error:
+            raise ServiceUnavailable(
+                f"{path} cannot be written ({error.strerror}), which reading a whole version needs: use lookups, "
+                "or mount it writable"
+            ) from error
         for number in range(layout.MOST_READERS):
             if lock_byte(self._mapped.fd, number):
                 break

@@ -25,8 +25,7 @@ from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.position import Position
-from deltasync.core.tables import TableKind, TableSpec
-from deltasync.core.value_types import ValueType
+from deltasync.core.tables import TableSpec
 
 # The mirror says this often that it is alive.
 _ALIVE_SECONDS = 1.0
@@ -369,7 +368,7 @@ class _SharedCopy(KeyedCopy):
 
     def load(self, tables: NDArray[Any]) -> None:
         """Use the arrays of a description."""
-        specs = [_spec_of(each) for each in tables]
+        specs = [layout.spec_of(each) for each in tables]
         for each, spec in zip(tables, specs, strict=True):
             rows = self._opened(each["file"], (spec.rows, spec.dim), spec.dtype)
             there = self._opened(each["there"], (spec.rows, 1), np.bool_)[:, 0]
@@ -474,15 +473,6 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         in_order()
         shown["sequence"] += 1
         self.copy.forget_others()
-
-
-def _spec_of(described: Any) -> TableSpec:
-    """The table that a description describes."""
-    name, rows, dim = described["name"].decode(), int(described["rows"]), int(described["dim"])
-    dtype, kind = np.dtype(described["dtype"].decode()), TableKind.of_number(int(described["kind"]))
-    if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
-        return HeldSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
-    return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
 
 
 def _address(array: NDArray[Any]) -> int:

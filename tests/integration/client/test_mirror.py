@@ -1,0 +1,111 @@
+"""`deltasync mirror` fills shared memory from a real service, and other processes read it."""
+
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.deployments import COMMAND
+from tests.support.fleet import ITEM, USER, Trainer, wait_for_lag
+from tests.support.programs import killed
+from tests.support.server import RunningService
+from tests.support.waiting import wait_for
+
+from deltasync.base.errors import DeltasyncError
+from deltasync.client import SharedReader
+from deltasync.core.policy import Policy
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def rows(reader: SharedReader) -> dict[str, bytes]:
+    with reader.reading() as now:
+        return {name: some.tobytes() for name, some in now.tables.items()}
+
+
+def started(service: RunningService, folder: Path, *options: str) -> "subprocess.Popen[str]":
+    command = [*COMMAND, "mirror", "m", "--consumer", "predictors", "--directory", str(folder), *options]
+    return subprocess.Popen([*command, "--service", service.grpc], text=True, stderr=subprocess.PIPE)
+
+
+def work(folder: Path, pipe: Connection, before: SharedReader | None) -> None:
+    """A worker: answers with its version, its rows and its readiness."""
+    reader = before or SharedReader("m", directory=folder)
+    while pipe.recv():
+        pipe.send((reader.version().version, rows(reader), reader.readiness.yes))
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(top_k=0.5)])
+def test_worker_processes_have_the_rows_and_go_on_while_the_mirror_is_killed(
+    tmp_path: Path, folder: Path, policy: Policy
+) -> None:
+    with (
+        RunningService(tmp_path / "data", policies={"ranked": policy}) as service,
+        Trainer(service.grpc) as trainer,
+    ):
+        trainer.publish_all()
+        with killed(started(service, folder)):
+            wait_for(lambda: (folder / "deltasync-m" / "control").exists())
+            reader = SharedReader("m", directory=folder)
+            wait_for(lambda: reader.readiness.yes)
+            assert rows(reader) == trainer.expected()
+            context, pipes, workers = get_context("fork"), list[Connection](), []
+            for attached in (reader, None, None):
+                here, there = context.Pipe()
+                workers.append(context.Process(target=work, args=(folder, there, attached)))
+                workers[-1].start()
+                pipes.append(here)
+            version = trainer.change(20).number
+            wait_for(lambda: reader.version().version == version)
+            for pipe in pipes:
+                pipe.send(True)
+                assert pipe.recv() == (version, trainer.expected(), True)
+        held = trainer.expected()
+        trainer.delete(USER, [1, 2])
+        later = trainer.change(5).number
+        for pipe in pipes:
+            pipe.send(True)
+            assert pipe.recv()[:2] == (version, held), "the last version, while there is no mirror"
+        with killed(started(service, folder)):
+            wait_for(lambda: reader.version().version == later)
+            for pipe in pipes:
+                pipe.send(True)
+                assert pipe.recv()[:2] == (later, trainer.expected())
+            lag = wait_for_lag(service, "predictors", lambda lag: lag["state"] == "in sync")
+            assert lag["damages"] == 0
+            (replica,) = lag["replicas"]
+            assert replica["rewound"] is None
+        for pipe, worker in zip(pipes, workers, strict=True):
+            pipe.send(False)
+            worker.join(20)
+
+
+def test_a_mirror_that_is_stopped_says_goodbye_and_one_that_cannot_go_on_says_why(
+    tmp_path: Path, folder: Path
+) -> None:
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with killed(started(service, folder, "--readable-by", "owner")) as process:
+            wait_for(lambda: (folder / "deltasync-m" / "control").exists())
+            reader = SharedReader("m", directory=folder)
+            wait_for(lambda: reader.readiness.yes)
+            second = started(service, folder)
+            assert "another process writes" in second.communicate(timeout=30)[1]
+            assert second.returncode == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        assert reader.readiness.reason == "its mirror has stopped"
+        wait_for_lag(service, "predictors", lambda lag: lag["replicas"] == [])
+        values, version = reader.lookup(ITEM.name, np.arange(ITEM.rows))
+        assert (version, values.tobytes()) == (1, trainer.expected()[ITEM.name])
+        with pytest.raises(DeltasyncError, match="no table 'nothing'"):
+            reader.lookup("nothing", np.arange(1))
