@@ -149,9 +149,7 @@ def _seconds(way: Callable[[RowBatch], None], rows: RowBatch) -> float:
 def _measure(options: SharedOptions, folder: Path) -> dict[str, Any]:
     with Children() as children:
         arguments = str(folder), "table", str(options.rows), str(options.dim)
-        workers = [
-            children.peer(*arguments, module="tests.bench.shared_worker") for _ in range(options.workers)
-        ]
+        workers = [children.peer(*arguments, module="tests.bench.shared_worker") for _ in range(options.workers)]
         mirror = Mirror(options, folder)
         try:
             memory = _memory(workers, options)

@@ -82,7 +82,8 @@ def main(folder: str, name: str, rows: str, dim: str) -> None:
             answer = own_bytes(os.getpid())
         else:
             {"copy": worker.copy, "attach": worker.attach}[command]()
-        print(json.dumps(answer), flush=True)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
