@@ -38,6 +38,7 @@ MODEL = "clicks"
 IN_SYNC = frozenset({"in sync"})
 CURRENT = frozenset({"in sync", "current"})
 _SYNTHETIC_EVENTS = 75_000
+_WORKERS = 4
 # Many processes import PyTorch before they are ready, perhaps on few cores.
 _PATIENCE_SECONDS = 300.0
 _POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
@@ -47,6 +48,7 @@ _POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
 class Fleet:
     """A consumer and its replicas, whose names are unique among all fleets.
 
+    The first replica of a fleet with `workers` is a mirror, over which that number of predictor processes answers.
     The replicas of a `frozen` fleet are predictors that apply no release in the second half. The demo does not
     wait for them at the end.
     """
@@ -55,6 +57,7 @@ class Fleet:
     replicas: tuple[str, ...]
     policy: Policy
     frozen: bool = False
+    workers: int = 0
 
     @property
     def serves(self) -> bool:
@@ -72,13 +75,14 @@ class DemoOptions:
     ranks: int = 2
     publish_every: int = 2
     policy: Policy = field(default_factory=Policy)
+    workers: int = 0
     secure: bool = False
     hold: bool = False
 
     @property
     def fleets(self) -> list[Fleet]:
         """The fleets to run. The demo compares the first one with the trainer."""
-        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
+        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy, workers=self.workers)
         if not synced.serves:
             return [synced]
         frozen = Fleet("frozen", ("replica-1",), self.policy, frozen=True)
@@ -196,6 +200,8 @@ class _Run:
             for name in fleet.replicas:
                 follow = ["--consumer", fleet.consumer, "--replica", name]
                 follow += ["--endpoint", str(self._credentials.file(name))]
+                if fleet.workers and name == fleet.replicas[0]:
+                    follow += ["--workers", str(fleet.workers)]
                 if fleet.serves:
                     follow += ["--value-type", fleet.policy.value_type.value]
                 if fleet.frozen or (not fleet.serves and name == self.replicas[-1]):
@@ -272,7 +278,7 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @click.option(
     "--model",
     type=click.Choice(["clicks", "mch"]),
-    help="clicks: one row per id. mch: managed collision maps raw ids to rows; the default with --serve.",
+    help="clicks: one row per id. mch: managed collision maps raw ids to rows; the default with int8 and int4.",
 )
 @flags(TrainingOptions, "training", ("input", "grad_accum", "amp"))
 @click.option("--top-k", type=float, help="Only send the rows that changed most: a share below 1, or a number.")
@@ -284,8 +290,9 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 )
 @click.option(
     "--serve",
-    type=click.Choice(["int8", "int4"]),
-    help="Run replicas as predictors that answer over HTTP, from tables that TorchRec quantises to this type.",
+    type=click.Choice(["int8", "int4", "shared"]),
+    help="Run predictors that answer over HTTP: from tables that TorchRec quantises to int8 or int4, or as four "
+    "processes from shared memory.",
 )
 @click.option(
     "--secure", is_flag=True, help="Use mutual TLS and roles: a certificate or a token for every process."
@@ -311,10 +318,18 @@ def demo(
     is frozen halfway through. At the end the demo compares every row of both replicas with the trainer's,
     including buffers and the map of raw ids if the model has any, and the replicas' outputs for the last events.
 
-    With --serve the replicas are predictors that answer over HTTP; one of them is frozen halfway through.
+    With --serve int8 or int4 the replicas are predictors that answer over HTTP; one of them is frozen halfway
+    through. With --serve shared the first replica is a mirror, and four predictor processes serve from its memory.
     """
     if file and not file.parent.is_dir():  # Check before the run, not after it.
         raise click.UsageError(f"--json {file}: there is no folder {file.parent}")
+    shared = serve == "shared"
+    if shared and (dtype != "fp32" or model == "mch"):
+        raise click.UsageError(
+            "--serve shared serves rows as they are trained: leave out --dtype and --model mch, which need a copy"
+        )
+    if shared:
+        serve, settings["workers"] = None, _WORKERS
     if serve and dtype not in ("fp32", f"{serve}-tbe"):
         raise click.UsageError(f"--serve {serve} quantises tables: leave out --dtype, or use --dtype {serve}-tbe")
     try:

@@ -7,7 +7,6 @@ The workers share one socket. Each answers like `predictor`, by itself.
 """
 
 import contextlib
-import logging
 import signal
 import time
 from functools import partial
@@ -29,8 +28,9 @@ from deltasync.trainer.example.model import ClickBatch, ClickModel
 from deltasync.trainer.example.options import ModelOptions, flags
 from deltasync.trainer.example.predictor import DRAIN_SECONDS, Source, create_app
 
-logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
+# The supervisor restarts a worker that does not answer for this long, also one that still imports torch.
+_START_SECONDS = 120
 
 
 class MirroredModel(Source):
@@ -116,6 +116,7 @@ def main(mirror: str, workers: int, sizes: ModelOptions, host: str, http_port: i
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_worker_healthcheck=_START_SECONDS,
     )
     with contextlib.suppress(KeyboardInterrupt):
         _wait_for(mirror)
@@ -129,7 +130,7 @@ def _wait_for(mirror: str) -> None:
             SharedReader(mirror)
         except NotFound as error:
             if not told:
-                logger.warning("waiting for the mirror: %s", error)
+                click.echo(f"waiting for the mirror: {error}", err=True)
             told = True
             time.sleep(_LOOK_SECONDS)
         else:
