@@ -10,7 +10,8 @@ and then in the mirror while this process applies releases to it. There is no se
     copies_ratio   that memory of four workers, over one copy of the table: the mirror has two sides
     private_ratio  memory of four private copies, over one copy of the table
     apply_ratio    time of `apply`, which writes the rows of both sides with their digests, over one line of NumPy
-                   that writes them once: table[ids] = rows
+                   that writes them once into an array in the same folder: table[ids] = rows
+    private_apply_ratio   the same, over one that writes them into private memory, which has huge pages
 
 Memory is what processes have more than before they attached. A page of shared memory counts once in the sum.
 """
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from tests.bench.timing import spread_of
 from deltasync.base.process import keep_freed_memory
 from deltasync.client import Position, Release, RowBatch, TableSpec
 from deltasync.client.shared.target import SharedTarget
+from deltasync.core.rows import Values
 from deltasync.kernels.compiled import warm
 
 _RELEASES, _WARM_UP = 8, 1
@@ -97,6 +100,7 @@ class Mirror:
 
     def __init__(self, options: SharedOptions, folder: Path) -> None:
         self._options, self._table = options, TableSpec("table", options.rows, options.dim)
+        self._folder = folder
         self.target = SharedTarget(NAME, NAME, directory=folder, huge_pages=options.huge_pages)
         self._generator, self._numbers = np.random.default_rng(0), itertools.count(1)
         self.apply(self._rows(options.rows))
@@ -124,19 +128,23 @@ class Mirror:
             self.apply(rows)
             applied[0] += len(rows)
 
-    def apply_seconds(self, rounds: int) -> list[tuple[float, float]]:
-        """How long NumPy and `apply` took for the same rows, in turns."""
-        bare = np.ones((self._options.rows, self._options.dim), np.float32)
+    def apply_seconds(self, rounds: int) -> list[tuple[float, float, float]]:
+        """How long NumPy took for some rows in shared and in private memory, and `apply`, in turns."""
+        shape = self._options.rows, self._options.dim
+        shared = np.asarray(np.memmap(self._folder / "bare", np.float32, "w+", shape=shape))
+        private = np.empty(shape, np.float32)
+        shared[:] = private[:] = 1
 
-        def write(rows: RowBatch) -> None:
-            bare[rows.ids] = rows.values
+        def scatter(table: Values, rows: RowBatch) -> None:
+            table[rows.ids] = rows.values
 
-        seconds = list[tuple[float, float]]()
+        ways = [partial(scatter, shared), partial(scatter, private), self.apply]
+        seconds = list[tuple[float, float, float]]()
         for number in range(_WARM_UP + rounds):
-            rows = self._rows(max(1, int(self._options.rows * self._options.share)))
-            ways = (write, self.apply) if number % 2 else (self.apply, write)
-            took = {way: _seconds(way, rows) for way in ways}
-            seconds.append((took[write], took[self.apply]))
+            rows, took = self._rows(max(1, int(self._options.rows * self._options.share))), [0.0] * 3
+            for each in range(number, number + 3):  # Each way comes first in a third of the rounds.
+                took[each % 3] = _seconds(ways[each % 3], rows)
+            seconds.append((took[0], took[1], took[2]))
         return seconds[_WARM_UP:]
 
 
@@ -162,12 +170,13 @@ def _measure(options: SharedOptions, folder: Path) -> dict[str, Any]:
         **spread_of("lookup_ratio", [after["lookups"] / copy["lookups"] for copy, _, after in rounds]),
         **spread_of("unchanged_ratio", [before["lookups"] / copy["lookups"] for copy, before, _ in rounds]),
         **spread_of("p99_ratio", [after["p99"] / before["p99"] for _, before, after in rounds]),
-        **spread_of("apply_ratio", [ours / bare for bare, ours in applied]),
+        **spread_of("apply_ratio", [ours / bare for bare, _, ours in applied]),
+        **spread_of("private_apply_ratio", [ours / private for _, private, ours in applied]),
         "lookups_per_second": statistics.median(after["lookups"] for _, _, after in rounds),
         "copy_lookups_per_second": statistics.median(copy["lookups"] for copy, _, _ in rounds),
         "changed_rows_per_second": statistics.median(after["changed"] for _, _, after in rounds),
         "p99_seconds": statistics.median(before["p99"] for _, before, _ in rounds),
-        "apply_seconds": statistics.median(ours for _, ours in applied),
+        "apply_seconds": statistics.median(ours for *_, ours in applied),
     }
 
 
@@ -227,6 +236,7 @@ def _print(console: Console, figures: Mapping[str, Any]) -> None:
         ("  likewise, without changes", "unchanged_ratio", ""),
         ("p99 of a lookup with changes, over without", "p99_ratio", "at most 1.5"),
         ("apply, over a NumPy scatter into one copy", "apply_ratio", "at most 1.5"),
+        ("  likewise, into private memory", "private_apply_ratio", ""),
     ):
         low, high = figures[f"{figure}_low"], figures[f"{figure}_high"]
         aim_text = f"   (aim: {aim})" if aim else ""
