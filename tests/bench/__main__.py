@@ -82,6 +82,10 @@ _add(
     "checkpoint",
     "Time of a cut while a checkpoint is written, bytes that checkpoints write, and time to load one.",
 )
+_add(
+    "versions",
+    "Bytes of a rollback, over those that differ; time of cuts while versions are kept, against without.",
+)
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
 _add("shared", "Lookups and memory of workers over one mirror while its rows change, against private copies.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")

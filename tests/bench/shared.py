@@ -138,7 +138,7 @@ class Mirror:
         def scatter(table: Values, rows: RowBatch) -> None:
             table[rows.ids] = rows.values
 
-        ways = [partial(scatter, shared), partial(scatter, private), self.apply]
+        ways: list[Callable[[RowBatch], None]] = [partial(scatter, shared), partial(scatter, private), self.apply]
         seconds = list[tuple[float, float, float]]()
         for number in range(_WARM_UP + rounds):
             rows, took = self._rows(max(1, int(self._options.rows * self._options.share))), [0.0] * 3

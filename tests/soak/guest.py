@@ -1,9 +1,11 @@
 """A model that the soak itself publishes and follows, there for one fault."""
 
 import time
+from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
+from tests.soak.schedule import Fault
 from tests.soak.world import SoakFailed, World
 
 from deltasync.base.errors import DeltasyncError
@@ -85,12 +87,22 @@ class Guest:
         """Wait until the replica holds what was published last, and see whether it holds just that."""
         self.subscriber.wait_for(self._held, _SECONDS)
         self.subscriber.check()
-        found = {name: int((rows == self._runs).all(axis=1).sum()) for name, rows in self.target.tables.items()}
-        rest = {name: int((rows == 0).all(axis=1).sum()) for name, rows in self.target.tables.items()}
-        if found != self._wanted or any(rest[name] != ROWS - found[name] for name in found):
-            raise SoakFailed(
-                f"{self.name} was published {self._wanted}, and its replica holds {found}, {rest} zeros"
-            )
+        if found := self._differs(self._runs, self._wanted):
+            raise SoakFailed(f"{self.name} was published {self._wanted}, and its replica holds {found}")
+
+    def expect_run(self, number: int, **rows: int) -> None:
+        """Wait until the replica holds just what an earlier run has published, in so many rows of these tables."""
+        what = f"{self.name}: what run {number} has published, {rows}"
+        self._world.await_there(lambda: not self._differs(number, rows), what)
+        self.subscriber.check()
+
+    def _differs(self, run: int, rows: Mapping[str, int]) -> str:
+        """What the replica holds if that is not just what a run has published; else empty."""
+        found = {name: int((held == run).all(axis=1).sum()) for name, held in self.target.tables.items()}
+        rest = {name: int((held == 0).all(axis=1).sum()) for name, held in self.target.tables.items()}
+        if found == rows and all(rest[name] == ROWS - found[name] for name in found):
+            return ""
+        return f"{found}, {rest} zeros"
 
     def leave(self) -> None:
         """Have no replica, no consumer, and no model any more."""
@@ -109,3 +121,8 @@ class Guest:
                 raise
         finally:
             self._world.links[self.name].close()
+
+
+def guest_of(world: World, fault: Fault) -> Guest:
+    """A guest for a fault, with a name of its own."""
+    return Guest(world, f"guest-{round(fault.at * 1000)}")

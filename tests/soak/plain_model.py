@@ -59,21 +59,25 @@ class PlainModel:
         with self._lock:
             if not beside:
                 self._crew.dismiss(self.ranks, signal.SIGKILL)
-            before, now = self.runs[-1], time.time_ns()
+            before = self.runs[-1]
             step = max(0, self._acknowledged() - behind)
-            number = before.number + 1
-            self._begin(
-                replace(
-                    before,
-                    number=number,
-                    id=f"{self.name}-{number}",
-                    started_unix_ns=now,
-                    first_step=step + 1,
-                    ranks=ranks or before.ranks,
-                    tables=tables(before.tables),
-                    held=self._position_of(step),
-                )
-            )
+            self._begin_at(step, replace(before, ranks=ranks or before.ranks, tables=tables(before.tables)))
+
+    def roll_back(self, run: int, version: int, do: Callable[[], object]) -> bool:
+        """Have another run begin at an earlier version of this one, after `do` has rolled the model back to it.
+
+        Whether it was done: it is not if run `run` is no longer the newest, or no rank was told of the version.
+        """
+        with self._lock:
+            before = self.runs[-1]
+            told = (line for rank in range(before.ranks) for line in self._versions(before, rank))
+            steps = [each["step"] for each in told if each["version"] == version]
+            if before.number != run or not steps:
+                return False
+            self._crew.dismiss(self.ranks, signal.SIGKILL)
+            do()
+            self._begin_at(max(steps), before)
+            return True
 
     def end(self) -> None:
         """Have the ranks end some steps from now, all after the same one."""
@@ -81,6 +85,20 @@ class PlainModel:
             lines = [self._versions(self.runs[-1], rank)[-1:] for rank in range(self.runs[-1].ranks)]
             last = max([line["step"] for each in lines for line in each], default=self.runs[-1].first_step)
             replace_file(stop_file(self._crew.folder, self.name), str(last + _MORE_STEPS))
+
+    def _begin_at(self, step: int, like: TrainingRun) -> None:
+        """Begin the next run, like another one, from a checkpoint after a step."""
+        number = like.number + 1
+        self._begin(
+            replace(
+                like,
+                number=number,
+                id=f"{self.name}-{number}",
+                started_unix_ns=time.time_ns(),
+                first_step=step + 1,
+                held=self._position_of(step),
+            )
+        )
 
     def _begin(self, run: TrainingRun) -> None:
         self.runs.append(run)

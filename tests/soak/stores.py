@@ -7,6 +7,7 @@ import numpy as np
 from tests.soak.training import beacons
 
 from deltasync.client import CallbackTarget, KeyedTarget, NumpyTarget, Position, ReadableTarget, Release, Target
+from deltasync.core.position import line_of
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.example.options import ModelOptions
@@ -99,9 +100,12 @@ class IdsStore:
         return {TOLD + name: told for name, told in self._told.items()}
 
     def _apply(self, release: Release) -> None:
-        if release.resync or release.position.history != self._history:  # Versions count anew.
+        if release.resync or line_of(release.position.history) != line_of(self._history):  # Versions count anew.
             self._told.clear()
-            self._history = release.position.history
+        elif release.position.history != self._history:  # A restored service goes on from this version.
+            for told in self._told.values():
+                np.minimum(told, release.version, out=told)
+        self._history = release.position.history
         for table in release.tables:
             told = np.zeros(table.rows, np.int64)
             before = self._told.get(table.name, told[:0])

@@ -419,15 +419,21 @@ class CheckpointStore:
         Raises:
             StorageFailed: the place could not be written, or an old checkpoint was removed meanwhile.
         """
-        for place in self._places:  # The remote one last, because that announces the version.
-            place.put(kept_file(self._model, kept.id), pack_kept(kept))
-        place = self._places[-1]
-        manifests = {each.name for each in self._stored_manifests(place)}
-        if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
-            self.release(kept)
-            raise StorageFailed(
-                f"{kept.words} of model {self._model!r} is too old to keep: its files were removed"
-            )
+        name, place = kept_file(self._model, kept.id), self._places[-1]
+        with self._local.using([kept.id]):
+            place.put(name, pack_kept(kept))
+            manifests = {each.name for each in self._stored_manifests(place)}
+            if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
+                self.release(kept)
+                raise StorageFailed(
+                    f"{kept.words} of model {self._model!r} is too old to keep: its files were removed"
+                )
+            # After the remote one, so that no crash leaves a local file that nobody releases.
+            if place is not self._local:
+                try:
+                    self._local.put(name, pack_kept(kept))
+                except PlaceFailed as error:  # Following the version then fetches its files.
+                    logger.warning("%s", error)
 
     def release(self, kept: KeptVersion) -> None:
         """Stop keeping a checkpoint. `remove_old` removes its files.
@@ -435,7 +441,7 @@ class CheckpointStore:
         Raises:
             PlaceFailed: a place could not be written.
         """
-        for place in reversed(self._places):
+        for place in self._places:  # The one that counts last; see `keep`.
             place.remove(kept_file(self._model, kept.id))
 
     def kept(self) -> list[KeptVersion]:
@@ -490,7 +496,8 @@ class CheckpointStore:
         # manifests, or none of its files in these lists.
         listed = place.names(f"{self._model}/{DATA}")
         data = [each for each in listed if not self._in_use(each)]
-        unfinished = [each for each in place.names(f"{self._model}/{MANIFESTS}") if UNFINISHED in each.name]
+        small = [each for folder in (MANIFESTS, KEPT) for each in place.names(f"{self._model}/{folder}")]
+        unfinished = [each for each in small if UNFINISHED in each.name]
         manifests = self._stored_manifests(place)
         names_of_kept = {manifest_name(self._model, id_of(each.name)) for each in self._kept_files(place)}
         newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)

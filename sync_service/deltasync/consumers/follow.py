@@ -7,7 +7,7 @@ from typing import Any
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.base.words import LONGEST_TEXT, duration, utc
 from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
-from deltasync.consumers.history import HistoryLine, proven_since
+from deltasync.consumers.history import LONGEST_GAP_NS, HistoryLine, proven_since
 from deltasync.core.seal import SealHistory
 
 # What a request to follow a version calls the newest one.
@@ -146,6 +146,8 @@ def next_version(
     later = [each for each in versions if follows is None or each.version > follows.kept.version]
     if not later:
         return None, "no later version is kept"
+    if lines and now_unix_ns - lines[-1].unix_ns > LONGEST_GAP_NS:
+        lines = ()  # The service has just started, and the next line shows whether it was away.
     waits = f"{after} has proven no later kept version"
     for kept in reversed(later):
         if (since := proven_since(lines, kept.version)) is None:

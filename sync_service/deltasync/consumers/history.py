@@ -13,6 +13,7 @@ from deltasync.log.records import name_of, pack_json, reading, unpack_json
 
 # A line is written this often even if nothing has changed.
 REPEAT_SECONDS = 60.0
+LONGEST_GAP_NS = int(2 * REPEAT_SECONDS * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ def read_lines(
 def proven_since(lines: Iterable[HistoryLine], version: int) -> int | None:
     """Since when every replica has proven a version or later ones without a break, nanoseconds since 1970.
 
+    A time without lines is a break: the service was away, so nobody could object.
+
     Args:
         lines: the lines of a consumer, oldest first.
         version: the version.
@@ -79,8 +82,11 @@ def proven_since(lines: Iterable[HistoryLine], version: int) -> int | None:
     Returns:
         The time of the oldest line from which on all lines show it; None if the newest line does not.
     """
-    since = None
+    since, newest = None, None
     for line in lines:
+        if newest is not None and line.unix_ns - newest > LONGEST_GAP_NS:
+            since = None
+        newest = line.unix_ns
         if line.proven_by_all < version:
             since = None
         elif since is None:

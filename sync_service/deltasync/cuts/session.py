@@ -201,7 +201,10 @@ class PublishSession:
             await self.coordinator.settled()
         if (since := self.decision.since) is not None:
             self.changed = await self._model.on_thread(self._changed_since, since)
-            await self._ask_again(since)
+        # A rollback brings back its version, but not rows that operators have deleted since.
+        rolled_back = self._model.seals.same_rows(self._claim) != self._claim
+        if rolled_back or since is not None:
+            await self._ask_again(self._claim.number)
 
     async def _ask_again(self, since: int) -> None:
         """Repeat the deletes that later versions carried, because the run still has these rows."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -16,7 +17,6 @@ from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
-from deltasync.service.versions import Versions
 from deltasync.views.registry import ViewRegistry
 
 _LOOK_SECONDS = 1.0
@@ -33,7 +33,6 @@ class Following:
         registry: ConsumerRegistry,
         consumers: Consumers,
         views: ViewRegistry,
-        versions: Versions,
         history_seconds: float,
         events: Events,
     ) -> None:
@@ -41,7 +40,6 @@ class Following:
         self._registry = registry
         self._consumers = consumers
         self._views = views
-        self._versions = versions
         self._history_seconds = history_seconds
         self._events = events
         self._due = dict[str, float]()  # When to look for a later version, by consumer and `time.monotonic`.
@@ -51,19 +49,19 @@ class Following:
 
         Raises:
             NotFound: there is no such consumer, or no such kept version of its model.
-            Contradiction: the version belongs to a past that the model has discarded.
+            Contradiction: the version belongs to a past that the model has discarded; or another request has
+                changed meanwhile what the consumer follows.
             ServiceUnavailable: its model is still recovering.
             StorageFailed: the checkpoints could not be read, or the change could not be written.
         """
-        async with self._models.changing:  # Nobody releases the version meanwhile.
+        if version == LIVE:  # Without waiting for object storage.
+            async with self._models.changing:
+                return await self._set(self._consumers.get(name), None, "follows the newest version", by)
+        async with self._models.releasing:
             consumer = self._consumers.get(name)
-            follows, model = None, self._models.model(consumer.model)
-            if version != LIVE:
-                kept = find_kept(await _kept(model), model.name, version)
-                check_past(kept, model.seals)
-                follows = Follow(kept, time.time_ns(), by)
-            text = f"follows {follows.kept.words}" if follows else "follows the newest version"
-            return await self._set(consumer, follows, text, by)
+            before, model = consumer.follows, self._models.model(consumer.model)
+            kept = find_kept(await _kept(model), model.name, version)
+            return await self._change(consumer, model, before, Follow(kept, time.time_ns(), by), kept.words, by)
 
     async def follow_consumer(
         self, name: str, distance: Distance, version: str = "", by: str = ITSELF
@@ -77,7 +75,7 @@ class Following:
             NotFound: there is no such consumer, or no such kept version of its model; or none that the other
                 consumer has proven for long enough.
             Contradiction: both would follow each other, or they have different models; or the version belongs to a
-                past that the model has discarded.
+                past that the model has discarded; or another request has changed meanwhile what it follows.
             InvalidInput: the distance is longer than the history of consumers.
             ServiceUnavailable: its model is still recovering.
             StorageFailed: the checkpoints or the log could not be read, or the change could not be written.
@@ -88,9 +86,9 @@ class Following:
                 f"behind_seconds: {distance.behind_seconds:g}, but the history of consumers allows at most "
                 f"{max(0.0, longest):g}: increase --history-seconds"
             )
-        async with self._models.changing:
+        async with self._models.releasing:
             consumer, other = self._consumers.get(name), self._consumers.get(distance.after)
-            model = self._models.model(consumer.model)
+            before, model = consumer.follows, self._models.model(consumer.model)
             self._check_order(consumer, other)
             every = await _kept(model)
             kept = [each for each in every if _is_past(each, model)]
@@ -107,9 +105,10 @@ class Following:
                         "wait, or name the first one with --version"
                     )
                 first = proven
-            check_past(first, model.seals)
             follows = Follow(first, time.time_ns(), by, distance)
-            return await self._set(consumer, follows, f"follows {first.words}, {distance.words}: {why}", by)
+            return await self._change(
+                consumer, model, before, follows, f"{first.words}, {distance.words}: {why}", by
+            )
 
     async def object(self, name: str, reason: str, by: str = ITSELF) -> Consumer:
         """Raise an objection to what a consumer serves. An earlier one in force keeps its start and its author.
@@ -142,44 +141,86 @@ class Following:
 
     async def run(self) -> None:
         """Let consumers at a distance go on, or back, until cancelled. It reports failures and tries again."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._repeat(self._heed, "it cannot go back after an objection"))
+            # In another task, because object storage may not answer for a while.
+            tasks.create_task(self._repeat(self._go_on, "it cannot look for a later version"))
+
+    async def _repeat(self, look_at: Callable[[Consumer, Distance], Awaitable[None]], failure: str) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for consumer in [each for each in self._registry.consumers.values() if each.distance]:
-                if consumer.model in self._models:
+            for consumer in list(self._registry.consumers.values()):
+                if (distance := consumer.distance) and consumer.model in self._models:
                     try:
-                        await self._go_on(consumer)
+                        await look_at(consumer, distance)
                     except DeltasyncError as error:
-                        text = "it cannot go on to a later version; the service tries again"
-                        self._events.emit(EventKind.FAILED, text, error, consumer=consumer.name)
+                        consumer.waits = f"{failure}: {error}" if consumer.distance else ""
+                        self._events.emit(
+                            EventKind.FAILED, f"{failure}; the service tries again", error, consumer=consumer.name
+                        )
 
-    async def _go_on(self, consumer: Consumer) -> None:
-        name, model, distance = consumer.name, self._models[consumer.model], consumer.distance
-        if distance is None:
+    async def _heed(self, consumer: Consumer, distance: Distance) -> None:
+        """Let a consumer stay, or go back, if the other one objects."""
+        objection, follows, model = self._objection(distance), consumer.follows, self._models[consumer.model]
+        if objection and follows:
+            # Nobody can release the version before this one, so that this does not wait for object storage.
+            version, consumer.waits = next_version(follows, distance, [], [], objection, time.time_ns())
+            if version:
+                async with self._models.changing:
+                    if self._is_same(consumer, model, follows):
+                        await self._move(consumer, follows, version)
+
+    async def _go_on(self, consumer: Consumer, distance: Distance) -> None:
+        """Let a consumer go on to a later version if the other one has proven it."""
+        name, model, follows = consumer.name, self._models[consumer.model], consumer.follows
+        if self._objection(distance) or time.monotonic() < self._due.get(name, 0.0):
+            return
+        self._due[name] = time.monotonic() + min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
+        kept = [each for each in await _kept(model) if _is_past(each, model)]
+        lines = await asyncio.to_thread(_lines, model.log, distance)
+        if follows is None or consumer.follows is not follows or self._objection(distance):
             return
         other = self._registry.consumers.get(distance.after)
-        objection = other.objection if other else None
-        if not (objection and objection.in_force):
-            if time.monotonic() < self._due.get(name, 0.0):
-                return
-            pause = min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
-            self._due[name] = time.monotonic() + pause
-        kept, lines = list[KeptVersion](), list[HistoryLine]()
-        if not (objection and objection.in_force):
-            kept = [each for each in self._versions.listed().get(model.name, ()) if _is_past(each, model)]
-            lines = await asyncio.to_thread(_lines, model.log, distance)
-        follows = consumer.follows
-        if follows is None or follows.distance is not distance:  # An operator was faster.
-            return
-        version, consumer.waits = next_version(follows, distance, kept, lines, objection, time.time_ns())
+        withdrawn = other.objection if other else None
+        version, consumer.waits = next_version(follows, distance, kept, lines, withdrawn, time.time_ns())
         if version is None:
             return
+        async with self._models.releasing:
+            if version.id not in {each.id for each in await _kept(model)}:
+                return
+            async with self._models.changing:
+                if self._is_same(consumer, model, follows) and not self._objection(distance):
+                    await self._move(consumer, follows, version)
+
+    def _objection(self, distance: Distance) -> Objection | None:
+        """The objection in force of the consumer that another one follows."""
+        other = self._registry.consumers.get(distance.after)
+        return other.objection if other and other.objection and other.objection.in_force else None
+
+    async def _move(self, consumer: Consumer, follows: Follow, version: KeptVersion) -> None:
+        """Let a consumer at a distance go on or back. The caller holds `changing`."""
+        distance = f", {follows.distance.words}" if follows.distance else ""
+        text = f"follows {version.words}{distance}: {consumer.waits}"
+        await self._set(consumer, follows.gone_on(version, time.time_ns(), ITSELF), text, ITSELF)
+
+    async def _change(
+        self, consumer: Consumer, model: Model, before: Follow | None, follows: Follow, text: str, by: str
+    ) -> Consumer:
+        """Let a consumer follow a kept version instead of `before`. The caller holds `releasing`."""
         async with self._models.changing:
-            there = self._registry.consumers.get(name) is consumer and self._models.get(model.name) is model
-            # Somebody may have released the version, or changed what the consumer follows.
-            ids = {each.id for each in self._versions.listed().get(model.name, ())}
-            if there and consumer.follows is follows and version.id in ids:
-                text = f"follows {version.words}, {distance.words}: {consumer.waits}"
-                await self._set(consumer, follows.gone_on(version, time.time_ns(), ITSELF), text, ITSELF)
+            if not self._is_same(consumer, model, before):
+                raise Contradiction(
+                    f"consumer {consumer.name!r} was changed while the service read the kept versions: try again"
+                )
+            if follows.distance:
+                self._consumers.get(follows.distance.after)  # Somebody may have deleted it.
+            check_past(follows.kept, model.seals)
+            return await self._set(consumer, follows, f"follows {text}", by)
+
+    def _is_same(self, consumer: Consumer, model: Model, follows: Follow | None) -> bool:
+        """Whether a consumer still exists, with its model in this process, and follows the same as before."""
+        there = self._registry.consumers.get(consumer.name) is consumer and self._models.get(model.name) is model
+        return there and consumer.follows is follows
 
     async def _set(self, consumer: Consumer, follows: Follow | None, text: str, by: str) -> Consumer:
         """Let a consumer follow something else. The caller holds `changing`."""

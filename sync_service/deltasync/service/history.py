@@ -76,12 +76,17 @@ class Histories:
         feed, before = self._consumers.feed(consumer), self._newest[name]
         if feed is None or self._registry.consumers.get(name) is not consumer:  # It left meanwhile.
             return
-        line = line_of(consumer, feed, before, time.time_ns())
+        stream, now_unix_ns = history_stream(name), time.time_ns()
+        if set_back := before.unix_ns > now_unix_ns + REPEAT_SECONDS * 1e9:
+            # Otherwise followers would wait until the clock reaches the times of these lines again.
+            model.log.drop(stream, now_unix_ns)
+            before = replace(before, unix_ns=0)
+        line = line_of(consumer, feed, before, now_unix_ns)
         same = line.replicas == before.replicas and (line.number, line.follows) == (before.number, before.follows)
-        if same and not (line.replicas and line.unix_ns >= before.unix_ns + REPEAT_SECONDS * 1e9):
+        is_due = set_back or (line.replicas and line.unix_ns >= before.unix_ns + REPEAT_SECONDS * 1e9)
+        if same and not is_due:
             return
         self._newest[name] = line
-        stream = history_stream(name)
         written = asyncio.wrap_future(model.log.append(stream, line.unix_ns, 0, 0, pack_line(line)))
         written.add_done_callback(partial(self._note_written, name))
         if line.unix_ns // _DROP_NS != before.unix_ns // _DROP_NS:

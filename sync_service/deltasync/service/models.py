@@ -79,6 +79,8 @@ class Models(Mapping[str, Model]):
         reloading: why models are being reloaded, and why that fails, by name.
         added: wakes tasks that wait for a model.
         changing: locked while models, or consumers with their views, are created and removed.
+        releasing: locked while kept versions are released, or consumers begin to follow them. Its owner may wait
+            for object storage, and may then lock `changing`, never the other way round.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Models(Mapping[str, Model]):
         self.coordinators, self.opened = dict[str, CutCoordinator](), dict[str, CutCoordinator]()
         self.recovering = dict[str, Mapping[str, Any]]()
         self.recovery_failures, self.reloading = dict[str, str](), dict[str, str]()
-        self.added, self.changing = Signal(), asyncio.Lock()
+        self.added, self.changing, self.releasing = Signal(), asyncio.Lock(), asyncio.Lock()
         self._models = dict[str, Model]()
         self._ending = set[Model]()  # Models whose tables still take memory.
         limits.count("models", self._number)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -37,9 +37,9 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     """Publish the rows of a kept version again, as the newest version of its model.
 
     The service does this like a trainer with one rank: it takes the model over from the running one, and publishes
-    the rows that differ in one cut. Replicas of consumers that follow the newest version get all of them in one
-    release. It needs memory for one more copy of the tables until the cut is sealed. If it fails, the model is as
-    before, and the trainer may go on.
+    the rows that differ in one cut, except those that operators have deleted since. Replicas of consumers that
+    follow the newest version get all of them in one release. It needs memory for one more copy of the tables until
+    the cut is sealed. If it fails, the model is as before, and the trainer may go on.
 
     Returns:
         The position of the new version.
@@ -86,11 +86,15 @@ async def _publish(
             each and each.spec != own.spec for own, each in pairs
         ):
             raise ServiceUnavailable(f"tables of model {model.name!r} have changed meanwhile; try again")
+        deletes = coordinator.deletes.done.after(kept.version)
         for slot, (table, earlier) in enumerate(pairs):
-            for ids, deleted in zip(await model.on_thread(_differing, table, earlier), (False, True), strict=True):
+            gone = [each.ids for each in deletes if each.table in (table.spec.name, table.spec.of)]
+            differing = await model.on_thread(_differing, table, earlier, gone)
+            for ids, deleted in zip(differing, (False, True), strict=True):
                 rows += len(ids)
                 for batch in _batches(table, earlier, ids, deleted=deleted):
                     await session.add(step, slot, batch)
+                    await asyncio.sleep(0)  # Let streams run.
         close = publish_pb2.PartClose(
             step=step,
             rows=rows,
@@ -113,16 +117,18 @@ async def _open(coordinator: CutCoordinator, run: Run, specs: list[TableSpec], c
     return await open_session(coordinator, Opening(message, run, specs, [Shard.whole(each) for each in specs]))
 
 
-def _differing(table: StampedTable, earlier: StampedTable | None) -> tuple[Ids, Ids]:
+def _differing(table: StampedTable, earlier: StampedTable | None, gone: Sequence[Ids]) -> tuple[Ids, Ids]:
     """The rows of a table that differ in its earlier state, and those that were not there yet, by ascending ids.
 
-    On the model's thread.
+    Rows that operators have deleted since (`gone`) do not come back. On the model's thread.
     """
     has = table.stamps > 0
     if earlier is None:  # The table is newer. A dense tensor stays, because no part of it can be deleted.
         had = has if table.spec.kind.complete else np.zeros_like(has)
         return table.ids_of(np.flatnonzero(has & ~has)), table.ids_of(np.flatnonzero(has & ~had))
     had = earlier.stamps > 0
+    for ids in gone:
+        had[table.locate(ids)] = False
     changed = np.flatnonzero(had & (~has | (table.digests != earlier.digests)))
     return table.ids_of(changed), table.ids_of(np.flatnonzero(has & ~had))
 

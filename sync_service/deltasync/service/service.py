@@ -104,7 +104,6 @@ class Service:
             self.registry,
             self.consumers,
             self.views,
-            self.versions,
             options.history_seconds,
             self.events,
         )

@@ -212,6 +212,21 @@ def test_checkpoints_are_written_while_cuts_are_timed_and_loaded(tmp_path: Path)
 
 
 @pytest.mark.nightly
+def test_a_rollback_sends_the_rows_that_differ_and_cuts_are_timed_while_a_version_is_kept(tmp_path: Path) -> None:
+    sizes = ("--rows", "5000", "--dim", "8", "--cut-rows", "100", "--every", "0.5", "--rounds", "2")
+    figures, said = measured(tmp_path, "versions", *sizes)
+    for way in ("follow", "model"):
+        assert figures[f"{way}_ratios"] == {"everything": 1.0, "topk-int8": 1.0}
+    assert figures["rollback_ratio"] == 1.0
+    for name in ("cut_ratio", "mean_cut_ratio"):
+        assert_has_range(figures, name)
+        assert name in said
+    assert 0 < figures["kept_cut_seconds"] <= figures["kept_cut_p99_seconds"]
+    assert figures["keep_seconds"] > 0
+    assert figures["cuts_meanwhile"] > 0
+
+
+@pytest.mark.nightly
 def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> None:
     sizes = ("--rows", "2000", "--dim", "8", "--rounds", "2", "--seconds", "0.3", "--releases-per-second", "50")
     figures, said = measured(tmp_path, "serve", *sizes)

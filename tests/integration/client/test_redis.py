@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -11,17 +12,19 @@ import redis
 import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.documents import document
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 from tests.support.redis_commands import Killed, PlayDead, Sends, kill_this_process, mortal, single_commands
 from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.client import Position, Release, RowBatch
-from deltasync.client.targets.redis_layout import keys_of
+from deltasync.client.targets.redis_layout import Names, keys_of
 from deltasync.client.targets.redis_rows import RedisRows
 from deltasync.client.targets.redis_store import RedisWriter
 from deltasync.client.targets.redis_target import RedisTarget
 from deltasync.client.targets.target import Reading
+from deltasync.core.rows import Ids
 from deltasync.core.tables import FREE_ID
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
@@ -242,6 +245,38 @@ def test_rows_are_looked_up(server: RedisServer, store: Any) -> None:
         rows.lookup("other", np.array([7]))
     with pytest.raises(InvalidInput, match="expected int64"):
         rows.lookup(USER.name, np.array([7.0]))
+
+
+def nve_finds(client: Any, config: dict[str, Any], keys: Ids) -> dict[int, bytes]:
+    """What NVE's Redis plugin finds in a table of one hash: HMGET with raw keys, values up to a row's size."""
+    assert config["num_partitions"] == 0
+    names = [keys[at : at + 1].tobytes() for at in range(len(keys))]
+    assert {len(name) for name in names} == {config["key_size"]}
+    values = client.execute_command("HMGET", config["hash_key"], *names)
+    found = {key: value for key, value in zip(keys.tolist(), values, strict=True) if value is not None}
+    assert all(len(value) <= config["max_value_size"] for value in found.values())
+    return found
+
+
+def test_nve_finds_the_rows_with_the_documented_configuration(server: RedisServer, store: Any) -> None:
+    [block] = [
+        block.code for block in document("sync_service/docs/predictors.md").blocks() if block.language == "json"
+    ]
+    documented = json.loads(block)
+    keys = np.array([-(2**63), *range(-3, ROWS + 3), 2**63 - 2])
+    feed, target = first(server)
+    for change in (Change(), *_SCENARIO[1:]):
+        feed.change(change)
+        target.apply(feed.release(target.position.number))
+        for table in (USER, ITEM, BIAS):
+            row_bytes = table.dim * table.dtype.itemsize
+            config = documented | {"hash_key": f"clicks:rows:{table.name}", "max_value_size": row_bytes}
+            assert config.keys() == documented.keys()
+            expected = feed.model.expected()[table.name]
+            rows = {key: np.full(table.dim, value, table.dtype).tobytes() for key, value in expected.items()}
+            assert nve_finds(store, config, keys) == rows
+            assert store.hlen(config["hash_key"]) == len(rows), "the plugin counts fields"
+    assert documented["hash_key"] == Names("clicks").rows("user")
 
 
 def test_a_reader_goes_on_where_rows_have_come_to_lie_otherwise(server: RedisServer, store: Any) -> None:

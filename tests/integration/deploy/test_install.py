@@ -58,6 +58,7 @@ def test_the_wheel_holds_one_package_and_its_stubs(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"deltasync", "deltasync-0.1.0.dist-info"}
     assert {"deltasync/py.typed", "deltasync/v1/tables_pb2.py", "deltasync/trainer/example/train.py"} <= set(names)
+    assert "deltasync/client/shared/deltasync_shared.h" in names
     assert "deltasync/__init__.py" not in names
     assert not [name for name in names if name.split("/")[1] in ("bench", "soak") or "/tests/" in name]
 

@@ -23,7 +23,7 @@ MODULE = ["python", "-m", "deltasync.trainer.example.workers"]
 @pytest.fixture(scope="module")
 def rendered(deploy: Path, tool: Callable[[str], str]) -> dict[str, Doc]:
     """The rendered overlay, by kind; of the predictor's objects if there are several."""
-    command = [tool("kubectl"), "kustomize", deploy / "kubernetes-shared"]
+    command = [tool("kubectl"), "kustomize", str(deploy / "kubernetes-shared")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     docs = list(yaml.safe_load_all(done.stdout))
     for doc in docs:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.deployments import COMMAND
 from tests.support.documents import DOCUMENTS, README, document
 from tests.support.fleet import Trainer, as_sent
 from tests.support.ports import free_ports, is_free
@@ -23,12 +25,22 @@ from tests.support.prompt import PythonPrompt
 from tests.support.redis_server import PROGRAM, RedisServer
 from tests.support.waiting import wait_for
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions, TableKind, TableSpec, ValueType
+from deltasync.client import (
+    NumpyTarget,
+    SharedReader,
+    Subscriber,
+    SubscriberOptions,
+    TableKind,
+    TableSpec,
+    ValueType,
+)
 
 TRAINER = "trainer_example.py"
 PROTOCOL = document("protos/README.md")
 OPERATING = document("sync_service/docs/operating.md")
 SECURITY, CLUSTER = document("sync_service/docs/security.md"), document("sync_service/docs/cluster.md")
+VERSIONS = document("sync_service/docs/versions.md")
+SHARED_MEMORY = document("sync_service/docs/shared-memory.md")
 PREDICTORS, POLICIES = document("sync_service/docs/predictors.md"), document("sync_service/docs/policies.md")
 # Blocks of each file, in their order.
 RUN = {
@@ -48,6 +60,8 @@ RUN = {
         ),
         "ready",
     ],
+    "sync_service/docs/versions.md": ["keep", "canary", "rollback"],
+    "sync_service/docs/shared-memory.md": ["mirror", "shared", "functional"],
     "sync_service/docs/policies.md": ["serve", "policy", "admin"],
     "sync_service/docs/security.md": ["access", "guarded", "client", "status"],
     "sync_service/docs/cluster.md": ["broker", "processes", "publisher", "move"],
@@ -60,9 +74,6 @@ RUN = {
             "pause",
             "delete",
             "checkpoint",
-            "keep",
-            "canary",
-            "rollback",
             "backup",
             "fsck",
         ),
@@ -219,6 +230,24 @@ def test_a_load_balancer_is_told_when_a_predictor_is_ready(visitor: Visitor) -> 
     assert ready.startswith("200 ")
 
 
+@_visits("sync_service/docs/predictors.md")
+def test_a_mirror_is_read_by_another_process(visitor: Visitor) -> None:
+    visitor.script(PREDICTORS.block("publisher"))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # Others use the folder of the document.
+        options = ["--directory", folder, "--service", visitor.service.grpc]
+        command = shlex.split(SHARED_MEMORY.block("mirror"))[1:]  # Without `deltasync`.
+        with killed(subprocess.Popen([*COMMAND, *command, *options])):
+            wait_for(lambda: Path(folder, "deltasync-clicks", "control").exists())
+            reader = SharedReader("clicks", directory=folder)
+            wait_for(lambda: reader.readiness.yes)
+            there = f'SharedReader("clicks", directory={folder!r})'
+            code = SHARED_MEMORY.block("shared") + SHARED_MEMORY.block("functional")
+            printed = visitor.script(code.replace('SharedReader("clicks")', there))
+    assert printed.startswith("1 1 ")
+    assert "1.0\nTrue it has caught up" in printed
+    assert "tensor([[1., 1., 1.," in printed
+
+
 @_visits("sync_service/docs/policies.md")
 def test_a_policy_can_be_set_in_each_of_the_ways(visitor: Visitor) -> None:
     needs_curl()
@@ -312,19 +341,19 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
         assert "of model clicks is complete" in made
         assert "damaged" not in checked
-        kept, listed, follows, live, shown, exported = visitor.shell(OPERATING.block("keep"))
+        kept, listed, follows, live, shown, exported = visitor.shell(VERSIONS.block("keep"))
         assert "follows version before-launch" in follows
         assert "follows the newest version" in live
         assert "is kept as before-launch" in kept
         assert "before-launch" in listed
         assert "live" in shown
         assert "version 1 of model clicks is in clicks.safetensors: " in exported
-        _, distant, objects, withdrawn, _ = visitor.shell(OPERATING.block("canary"))
+        _, distant, objects, withdrawn, _ = visitor.shell(VERSIONS.block("canary"))
         assert "follows version 1 (before-launch) since" in distant
         assert "20 min behind consumer 'canary'" in distant
         assert "consumer canary objects" in objects
         assert "is withdrawn" in withdrawn
-        back, _, released = visitor.shell(OPERATING.block("rollback"))
+        back, _, released = visitor.shell(VERSIONS.block("rollback"))
         assert "version 2 has the rows of version before-launch" in back
         assert "no longer kept" in released
         backed_up, restored = visitor.shell(OPERATING.block("backup"))

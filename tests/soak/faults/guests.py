@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tests.soak.faults.choice import everywhere
-from tests.soak.guest import ROWS, Guest
+from tests.soak.guest import ROWS, Guest, guest_of
 from tests.soak.schedule import Fault
 from tests.soak.world import SoakFailed, World
 
@@ -13,13 +13,9 @@ from deltasync.client import Subscriber
 _POISON = 1e30
 
 
-def _guest(world: World, fault: Fault) -> Guest:
-    return Guest(world, f"guest-{round(fault.at * 1000)}")
-
-
 def delete_model(world: World, fault: Fault) -> Sequence[str]:
     """A model is deleted, and one of the same name begins anew."""
-    with world.alone, _guest(world, fault) as guest:
+    with world.alone, guest_of(world, fault) as guest:
         guest.publish(a=ROWS, b=ROWS)
         guest.expect()
         guest.leave()
@@ -31,7 +27,7 @@ def delete_model(world: World, fault: Fault) -> Sequence[str]:
 
 def delete_table(world: World, fault: Fault) -> Sequence[str]:
     """A table is deleted, and one of the same name begins anew: no row of the one before is left."""
-    with world.alone, _guest(world, fault) as guest:
+    with world.alone, guest_of(world, fault) as guest:
         guest.publish(a=ROWS, b=ROWS)
         guest.expect()
         world.settle(lambda admin: admin.delete_table(guest.name, "b"))
@@ -44,7 +40,7 @@ def delete_table(world: World, fault: Fault) -> Sequence[str]:
 
 def quarantine(world: World, fault: Fault) -> Sequence[str]:
     """Rows whose norms explode are sealed, and kept from replicas until an operator resumes their consumer."""
-    with world.alone, world.poisoning, _guest(world, fault) as guest:
+    with world.alone, world.poisoning, guest_of(world, fault) as guest:
         guest.publish(a=ROWS)
         guest.expect()
         world.serve("--poisoned", "quarantine")
@@ -67,7 +63,7 @@ def _publish_poison(world: World, guest: Guest) -> None:
 
 def two_of_one_name(world: World, fault: Fault) -> Sequence[str]:
     """Two replicas have one name: the one that connected first ends with an error, and the other goes on."""
-    with world.alone, _guest(world, fault) as guest:
+    with world.alone, guest_of(world, fault) as guest:
         guest.publish(a=ROWS)
         guest.expect()
         other, target = guest.subscriber, guest.target
@@ -86,7 +82,7 @@ def two_of_one_name(world: World, fault: Fault) -> Sequence[str]:
 
 def forget_replica(world: World, fault: Fault) -> Sequence[str]:
     """A replica vanishes without a goodbye, and an operator says that it does not come back."""
-    with world.alone, _guest(world, fault) as guest:
+    with world.alone, guest_of(world, fault) as guest:
         guest.publish(a=ROWS)
         guest.expect()
         world.links[guest.name].close()

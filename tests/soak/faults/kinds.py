@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from tests.soak.faults import backups, disk, guests, network, operators, processes, trainers
+from tests.soak.faults import backups, disk, guests, network, operators, processes, trainers, versions
 from tests.soak.faults.moments import KILLS
 from tests.soak.fleet import Fleet
 from tests.soak.schedule import Fault
@@ -63,6 +63,10 @@ KINDS: dict[str, Kind] = {
     "consumer paused": operators.pause,
     "rows deleted": operators.delete_rows,
     "fsck": operators.look_at_all_rows,
+    "version kept": versions.keep_version,
+    "version followed": versions.follow_version,
+    "objection": versions.object_to_version,
+    "model rolled back": versions.roll_back,
     "clock set": operators.set_clock,
     **{kind: partial(kill, step) for kind, (kill, step) in KILLS.items()},
 }

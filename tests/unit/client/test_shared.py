@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -156,6 +157,82 @@ def test_a_reader_that_died_is_not_waited_for(folder: Path) -> None:
     target.apply(release_of(2, 2.0))
     target.apply(release_of(3, 3.0))
     assert SharedReader("m", directory=folder).version().version == 3
+    target.close()
+
+
+def test_no_reader_waits_for_a_first_copy_that_is_arriving(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    reader = SharedReader("m", directory=folder)
+    assert target.takes_parts
+    target.apply(replace(release_of(1, 1.0, resync=True), more=True))
+    with pytest.raises(ServiceUnavailable, match="has no version yet"):
+        reader.lookup(USER.name, np.arange(1))
+    with pytest.raises(ServiceUnavailable, match="has no version yet"), reader.reading():
+        pass
+    target.apply(release_of(1, 1.0, resync=True))
+    with reader.reading() as now:
+        assert now.version == 1
+    target.close()
+
+
+def test_a_mirror_that_was_killed_while_it_told_its_state_leaves_no_reader_in_doubt(folder: Path) -> None:
+    def die() -> None:
+        target = SharedTarget("m", CONSUMER, directory=folder)
+        target.note_readiness(Decision(True, Last("the last word")))
+
+    class Last(str):
+        def encode(self, *_: object) -> bytes:
+            os._exit(0)
+
+    process = get_context("fork").Process(target=die)
+    process.start()
+    process.join(20)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.note_readiness(Decision(True, "it has caught up"))
+    header = np.fromfile(layout.folder_of("m", folder) / layout.CONTROL, layout.HEADER, 1)
+    assert header["state_sequence"][0] % 2 == 0
+    target.close()
+
+
+def test_a_reader_that_damages_what_it_may_write_harms_nobody(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
+    target.apply(release_of(1, 1.0, resync=True))
+    reader = SharedReader("m", directory=folder)
+    for content in (b"", b"\xff" * 100, b"\xff" * layout.READERS_BYTES):
+        with reader.reading() as now:
+            assert now.version == 1
+        (layout.folder_of("m", folder) / layout.READERS).write_bytes(content)
+        with reader.reading() as now:
+            assert now.tables[USER.name].max() == 1.0
+    target.apply(release_of(2, 2.0))
+    assert reader.version().version == 2
+    target.close()
+
+
+def test_a_full_file_system_kills_nobody_because_all_files_have_their_memory(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    for each in layout.folder_of("m", folder).iterdir():
+        assert each.stat().st_blocks * 512 >= each.stat().st_size
+    target.close()
+
+
+def test_no_reader_takes_a_later_file_for_one_that_it_knows(folder: Path) -> None:
+    def both(version: int) -> Release:
+        users, items = (release_of(version, float(version), table=table) for table in (USER, ITEM))
+        return replace(users, tables=[ITEM, USER], rows=[*items.rows, *users.rows], resync=version == 1)
+
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    reader = SharedReader("m", directory=folder)
+    for version in (1, 2):
+        target.apply(both(version))
+    assert reader.lookup(USER.name, np.arange(ROWS))[0].max() == 2.0
+    for version in (3, 4, 5):
+        target.apply(release_of(version, float(version), table=ITEM))
+    target.close()
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(both(6))
+    assert reader.lookup(USER.name, np.arange(ROWS))[0].max() == 6.0
     target.close()
 
 

@@ -59,7 +59,7 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
     trained, serving = Model(), Model()
     serving.over.weight = trained.over.weight
     target, reader = filled(folder, trained), SharedReader("m", directory=folder)
-    features = KeyedJaggedTensor(["f"], torch.tensor([0, 3, 4, 4]), torch.tensor([2, 0, 2]))
+    features = KeyedJaggedTensor(["f"], torch.tensor([0, 3, 4, 4]), lengths=torch.tensor([2, 0, 2]))
     with reader.reading() as now, torch.inference_mode():
         found = tensors_for(serving, now)
         assert sorted(found) == ["over.bias", "sparse.embedding_bags.user.weight"]

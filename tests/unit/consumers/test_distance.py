@@ -47,6 +47,10 @@ def test_a_version_counts_from_when_the_last_replica_has_proven_it_without_a_bre
     assert proven_since(lines([20, 20], [19, 20]), 20) is None
     assert proven_since(lines([20, 20], []), 20) is None, "no replica is left to prove it"
     assert proven_since([], 20) is None
+    early, late = lines([20]), [HistoryLine(unix_ns=at * SECOND, replicas={"0": 20}) for at in (121, 122)]
+    assert proven_since(early + late, 20) == SECOND
+    later = [HistoryLine(unix_ns=at * SECOND, replicas={"0": 20}) for at in (122, 123)]
+    assert proven_since(early + later, 20) == 122 * SECOND, "the service was away"
 
 
 def test_it_goes_on_to_the_newest_version_that_was_proven_for_long_enough() -> None:
@@ -57,6 +61,7 @@ def test_it_goes_on_to_the_newest_version_that_was_proven_for_long_enough() -> N
     assert step(history, 3.0)[0] == 20
     assert step(history, 5.0)[0] == 30, "it skips 20"
     assert step(history, 5.0, at=2) == (None, "no later version is kept")
+    assert step(history, 500.0)[0] is None, "the service was away, and has just started"
     assert step(lines([15]), 9.0) == (None, "consumer 'canary' has proven no later kept version")
 
 

@@ -1,13 +1,16 @@
 """A rollback that fails leaves the model as it was."""
 
+import time
+
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, send
-from tests.support.wire import part
+from tests.support.wire import USER, close, delete_chunk, part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import InvalidInput, StorageFailed, Superseded
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.policy import Policy
 from deltasync.core.seal import rollback_run_id
 from deltasync.cuts.sealing import CutSealer
 from deltasync.service.rollback import roll_back
@@ -70,3 +73,24 @@ async def test_no_trainer_can_pass_for_a_rollback(service: Service) -> None:
     await publish(service)
     with pytest.raises(InvalidInput, match="such ids are reserved for rollbacks"):
         await join(service, run=rollback_run_id(1))
+
+
+@in_service()
+async def test_rows_that_operators_have_deleted_since_do_not_come_back(service: Service) -> None:
+    session = await publish(service, takes_deletes=True)
+    await session.coordinator.settled()
+    kept = await service.versions.keep(MODEL)
+    first = service.models[MODEL].position
+    asked = await service.removals.delete_rows(MODEL, USER.name, [3])
+    carried = close(2, 1)
+    carried.close.deletes.append(asked.request.number)
+    await send(session, [delete_chunk(2, 0, [3]), carried])
+    await send(session, part(3, [(0, [4], np.ones((1, USER.dim), np.float32))]))
+    await session.coordinator.settled()
+    await roll_back(service.models, MODEL, str(kept.version), service.events, "me")
+    await session.coordinator.settled()
+    user = service.models[MODEL].tables.followed(Policy())[0]
+    assert user.deleted(np.array([3, 4])).tolist() == [True, False]
+    assert not (user.rows_of(np.array([4])) == 1).all()
+    again = await join(service, run="later", started=time.time_ns(), continues=first, takes_deletes=True)
+    assert [each.ids.tolist() for each in again.deletes] == [[3]], "the trainer has the row of that version"

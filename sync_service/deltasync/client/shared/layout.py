@@ -14,8 +14,8 @@ To use a whole version for longer, pin its side with an entry in `readers`, and 
 mirror waits before it writes a pinned side, but no longer than its limit. So compare the sequence number after
 use as well.
 
-File numbers are never used twice, and a file never changes its size. A file that cannot be opened belongs to a
-side that has changed meanwhile.
+The header has the next file number, because no number is used twice. An array's file never changes its size. If a
+file is missing, the side has changed meanwhile. Every reader may change `readers`, also its size: do not map it.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ MAGIC = b"DELTASHM"
 VERSION = 1
 CONTROL, READERS = "control", "readers"
 
-# Bytes of the header, and of each side with its tables. Only pages that are in use take memory.
+# Bytes of the header, and of each side with its tables.
 HEADER_BYTES = 4096
 MOST_TABLES = 1024
 NAME_BYTES = 512
@@ -49,12 +49,28 @@ HEADER = np.dtype(
             "alive_unix_ns",
             "state_sequence",
             "ready",
+            "next_file",
             "model",
             "consumer",
             "reason",
         ],
-        "formats": ["S8", "<u4", "<u4", "<u4", "<u4", "<u4", "<u8", "<i8", "<u8", "<u8", "S512", "S512", "S1024"],
-        "offsets": [0, 8, 12, 16, 20, 24, 64, 72, 80, 88, 128, 640, 1152],
+        "formats": [
+            "S8",
+            "<u4",
+            "<u4",
+            "<u4",
+            "<u4",
+            "<u4",
+            "<u8",
+            "<i8",
+            "<u8",
+            "<u8",
+            "<u8",
+            "S512",
+            "S512",
+            "S1024",
+        ],
+        "offsets": [0, 8, 12, 16, 20, 24, 64, 72, 80, 88, 96, 128, 640, 1152],
         "itemsize": HEADER_BYTES,
     }
 )

@@ -1,10 +1,9 @@
-"""Files in shared memory: mapping them, locking single bytes of them, and the order of reads and writes."""
+"""Files in shared memory: mapping them, and locking single bytes of them."""
 
 import fcntl
 import mmap
 import os
 import struct
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +63,3 @@ def is_locked(fd: int, byte: int) -> bool:
     """Whether another descriptor has a lock on a byte of a file."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
-
-
-def in_order() -> None:
-    """Let this thread's earlier reads and writes come before its later ones.
-
-    Python has no fences. Taking and releasing a lock is one on x86-64. On other processors a later read may rarely
-    come before an earlier write: a reader then loses its pin, and learns so from the sequence number.
-    """
-    with threading.Lock():  # A new one, because a forked process may get a common one locked.
-        pass

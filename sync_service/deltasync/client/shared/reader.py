@@ -17,7 +17,7 @@ from deltasync.base.errors import InvalidInput, LimitReached, NotFound, ServiceU
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
 from deltasync.client.shared.memory import Mapping as Mapped
-from deltasync.client.shared.memory import in_order, lock_byte
+from deltasync.client.shared.memory import lock_byte
 from deltasync.client.targets.keyed_table import KeyedRows, checked_keys
 from deltasync.client.targets.keyed_target import RowNumbers
 from deltasync.client.targets.numpy_target import rows_at
@@ -26,6 +26,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import TableSpec
 from deltasync.kernels import keys as key_kernels
+from deltasync.kernels.fences import fence
 
 T = TypeVar("T")
 # The mirror has ended if it has not shown that it is alive for this long.
@@ -82,7 +83,8 @@ class SharedReader:
             raise InvalidInput(f"{self._folder} has {what}, this version reads layout {layout.VERSION}")
         self._sides = [_Side(self._folder, self._control, number) for number in (0, 1)]
         self._pins = threading.local()
-        key_kernels.find.compile()  # Now, so that no lookup waits for the compiler.
+        for each in (key_kernels.find, fence):
+            each.compile()  # Now, so that no lookup waits for the compiler.
 
     @property
     def model(self) -> str:
@@ -94,9 +96,9 @@ class SharedReader:
         """Whether the replica behind the mirror is ready, and why. It is not once the mirror has stopped."""
         for _ in range(_MOST_TRIES):
             sequence = int(self._header["state_sequence"][0])
-            in_order()
+            fence()
             ready, reason = bool(self._header["ready"][0]), self._header["reason"][0].decode(errors="replace")
-            in_order()
+            fence()
             if sequence % 2 == 0 and sequence == int(self._header["state_sequence"][0]):
                 break
         alive = int(self._header["alive_unix_ns"][0])
@@ -166,8 +168,10 @@ class SharedReader:
             while True:
                 side = self._sides[int(self._header["served"][0])]
                 pin.take(side.number)
-                sequence = side.begin()
-                if sequence is not None and int(self._header["served"][0]) == side.number:
+                # Only a served side is whole, so look at its sequence number last.
+                still_served = int(self._header["served"][0]) == side.number
+                fence()
+                if (sequence := side.begin()) is not None and still_served:
                     break
             yield SharedReading(**side.reading(), tables=side.arrays(), keyed=side.all_keyed(), specs=side.specs())
             if side.is_changed_since(sequence):
@@ -181,7 +185,7 @@ class SharedReader:
     def _try(self, read: Callable[["_Side"], T]) -> T:
         for _ in range(_MOST_TRIES):
             side = self._sides[int(self._header["served"][0])]
-            in_order()
+            fence()
             if (sequence := side.begin()) is None:
                 continue
             try:
@@ -220,14 +224,20 @@ class _Side:
         self._known: tuple[int, dict[str, Any]] = (-1, {})  # The tables at a sequence number, by name.
 
     def begin(self) -> int | None:
-        """The sequence number before reading; None while the side is written."""
+        """The sequence number before reading; None while the side is written.
+
+        Raises:
+            ServiceUnavailable: a first copy is arriving.
+        """
         sequence = int(self._shown["sequence"][0])
-        in_order()
+        fence()
+        if sequence % 2 and not self.version:
+            raise ServiceUnavailable("the mirror has no version yet")
         return None if sequence % 2 else sequence
 
     def is_changed_since(self, sequence: int) -> bool:
         """Whether the side was written since."""
-        in_order()
+        fence()
         return int(self._shown["sequence"][0]) != sequence
 
     @property
@@ -325,27 +335,36 @@ class _Pin:
     def __init__(self, path: Path) -> None:
         self.pid = os.getpid()
         try:
-            self._mapped = Mapped(path, write=True)
+            self._file = Mapped(path, write=True)  # For its descriptor only.
         except OSError as error:
             raise ServiceUnavailable(
                 f"{path} cannot be written ({error.strerror}), which reading a whole version needs: use lookups, "
                 "or mount it writable"
             ) from error
         for number in range(layout.MOST_READERS):
-            if lock_byte(self._mapped.fd, number):
+            if lock_byte(self._file.fd, number):
                 break
         else:
             raise LimitReached(f"{layout.MOST_READERS} threads read whole versions of this mirror already")
-        self._entry = self._mapped.array(layout.READER, offset=number * layout.READER.itemsize)
-        self._entry["side"], self._entry["pid"] = 0, self.pid
+        self._offset = number * layout.READER.itemsize
+        before = os.pread(self._file.fd, layout.READER.itemsize, self._offset)
+        self._entry = np.zeros(1, layout.READER)
+        if len(before) == layout.READER.itemsize:  # Else somebody has made the file shorter.
+            self._entry["pins"] = np.frombuffer(before, layout.READER)["pins"]
+        self._entry["pid"] = self.pid
 
     def take(self, side: int) -> None:
         """Pin a side."""
         self._entry["pins"] += 1
         self._entry["since_unix_ns"] = time.time_ns()
-        self._entry["side"] = side + 1
-        in_order()
+        self._write(0)  # The mirror must not see the new pin with the number of an old one.
+        self._write(side + 1)
+        fence()
 
     def release(self) -> None:
         """Release the pinned side."""
-        self._entry["side"] = 0
+        self._write(0)
+
+    def _write(self, side: int) -> None:
+        self._entry["side"] = side
+        os.pwrite(self._file.fd, self._entry.tobytes(), self._offset)

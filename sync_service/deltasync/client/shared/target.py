@@ -18,7 +18,7 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping, in_order, is_locked
+from deltasync.client.shared.memory import Mapping, is_locked
 from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
@@ -26,6 +26,7 @@ from deltasync.client.targets.target import Release, Written
 from deltasync.core.delivery import HeldSpec
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec
+from deltasync.kernels.fences import fence
 
 # The mirror says this often that it is alive.
 _ALIVE_SECONDS = 1.0
@@ -163,9 +164,7 @@ class _Memory:
             )
         self.header = self._control.array(layout.HEADER)
         self._check(consumer)
-        self._readers = Mapping(readers)
-        self._entries = self._readers.array(layout.READER, (layout.MOST_READERS,))
-        self._next = 1 + max([0, *(int(each.name, 16) for each in self._arrays())])
+        self._readers = Mapping(readers)  # For its descriptor only.
         self._note_alive()
 
     def _lock(self) -> None:
@@ -183,7 +182,7 @@ class _Memory:
         made = path.with_name(f"{path.name}.new")
         fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode & 0o666)
         try:
-            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)  # Else a write into a full file system would kill the process.
             if consumer is not None:
                 os.pwrite(fd, _new_header(consumer).tobytes(), 0)
         finally:
@@ -218,9 +217,9 @@ class _Memory:
 
     @served.setter
     def served(self, side: int) -> None:
-        in_order()
+        fence()
         self.header["served"][0] = side
-        in_order()
+        fence()
 
     def side(self, number: int) -> NDArray[Any]:
         return self._control.array(layout.SIDE, offset=layout.side_offset(number))
@@ -237,8 +236,8 @@ class _Memory:
         Raises:
             OSError: there is no room.
         """
-        number, size = self._next, max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        self._next += 1
+        number, size = int(self.header["next_file"][0]), max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        self.header["next_file"][0] += 1
         path = self.folder / layout.file_name(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
         try:
@@ -290,18 +289,20 @@ class _Memory:
 
     def _pins(self, side: int) -> list[tuple[int, int]]:
         """The pins of a side: entries whose threads are alive, and their numbers of the pin."""
-        entries = np.flatnonzero(self._entries["side"] == side + 1).tolist()
-        return [(each, int(self._entries["pins"][each])) for each in entries if is_locked(self._readers.fd, each)]
+        found = os.pread(self._readers.fd, layout.READERS_BYTES, 0)
+        entries = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)
+        pinning = np.flatnonzero(entries["side"] == side + 1).tolist()
+        return [(each, int(entries["pins"][each])) for each in pinning if is_locked(self._readers.fd, each)]
 
     # The state.
 
     def note_readiness(self, decision: Decision) -> None:
         with self._state:
-            self.header["state_sequence"][0] += 1
-            in_order()
+            self.header["state_sequence"][0] |= 1  # It is odd already if a mirror was killed here.
+            fence()
             self.header["ready"][0] = decision.yes
             self.header["reason"][0] = decision.reason.encode()[: layout.HEADER["reason"].itemsize - 1]
-            in_order()
+            fence()
             self.header["state_sequence"][0] += 1
 
     def stay_alive(self) -> None:
@@ -324,6 +325,7 @@ def _new_header(consumer: str) -> NDArray[Any]:
     header["magic"], header["layout"], header["consumer"] = layout.MAGIC, layout.VERSION, consumer.encode()
     header["header_bytes"], header["side_bytes"] = layout.HEADER_BYTES, layout.SIDE_BYTES
     header["most_tables"], header["most_readers"] = layout.MOST_TABLES, layout.MOST_READERS
+    header["next_file"] = 1
     header["reason"] = b"its mirror has just started"
     return header
 
@@ -458,7 +460,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         self._memory.wait_for_readers(self._number)
         if self.is_whole:
             self._shown["sequence"][0] += 1
-        in_order()
+        fence()
 
     def end(self, reading: KeyedReading) -> None:
         """Describe the tables and the version, and say that the side is whole."""
@@ -470,7 +472,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         shown["history"], shown["kept"] = reading.position.history.encode(), reading.kept.encode()
         shown["step"], shown["step_end_unix_ns"] = reading.step or 0, reading.step_end_unix_ns or 0
         shown["event_time_unix_ns"] = reading.event_time_unix_ns or 0
-        in_order()
+        fence()
         shown["sequence"] += 1
         self.copy.forget_others()
 

@@ -110,6 +110,43 @@ def test_a_model_whose_rows_change_hands_is_equal_in_rows_map_buffers_and_output
     assert all(used > 10 for ranks in report["rows_used"].values() for used in ranks), "ids go to all ranks"
 
 
+@pytest.mark.nightly
+def test_a_canary_objects_to_flipped_labels_and_a_rollback_brings_the_rows_of_the_followers_back(
+    tmp_path: Path,
+) -> None:
+    plot = tmp_path / "auc.png"
+    report = report_of(
+        tmp_path,
+        *(
+            "--events",
+            "30000",
+            "--events-per-second",
+            "1000",
+            "--poison-at",
+            "0.5",
+            "--plot",
+            str(plot),
+            "--secure",
+        ),
+    )
+    assert [report[f"{what}_equal"] for what in ("rows", "outputs")] == [True, True]
+    assert report["rows_compared"] > 0
+    assert 1 <= report["version"] < report["rollback_version"]
+    assert (
+        f"the model was rolled back to version {report['version']}: restart the trainer of run"
+        in report["refused"]
+    )
+    assert 15_000 == report["poisoned_from"] < report["objected_at"] < report["rolled_back_at"] < 30_000
+    assert report["auc"].keys() == {"before", "during", "after"}
+    during, after = report["auc"]["during"], report["auc"]["after"]
+    for live in ("predictors", "canary"):
+        assert report["auc"]["before"][live] > 0.65
+        assert during[live] < 0.5 < during["followers"]
+        assert after[live] > 0.5
+    assert set(report["curve"]) == {"events", "predictors", "canary", "followers"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 def _hear_ctrl_c() -> None:
     """A shell that runs the tests in the background has them ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -42,6 +42,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"sizes": ModelOptions(managed=True), "training": TrainingOptions(input="tensordict")},
             "managed collision takes KeyedJaggedTensors only",
         ),
+        ({"poison_at": 0.5, "policy": Policy(top_k=0.1)}, "--poison-at: leave out --serve, --top-k and --dtype"),
+        ({"poison_at": 0.5}, "--poison-at 0.5 of 1,000 events: at least 12,000 must come before"),
     ],
 )
 def test_what_cannot_be_run_leaves_nothing(temporary: Path, options: dict[str, Any], why: str) -> None:
@@ -75,6 +77,9 @@ def test_predictors_are_two_fleets_of_which_one_is_frozen() -> None:
         (["--serve", "int8", "--dtype", "fp16"], "leave out --dtype, or use --dtype int8-tbe"),
         (["--serve", "shared", "--model", "mch"], "--serve shared serves rows as they are trained"),
         (["--kill-service-at", "0.5"], "No such option"),
+        (["--plot", "auc.png"], "--plot needs --poison-at"),
+        (["--plot", "nowhere/auc.png", "--poison-at", "0.5"], "there is no folder nowhere"),
+        (["--poison-at", "1"], "not in the range 0<x<1"),
     ],
 )
 def test_a_wrong_use_leaves_nothing(temporary: Path, arguments: list[str], why: str) -> None:

@@ -51,6 +51,15 @@ def test_batches_have_the_size_asked_for_and_keep_every_event(events: int, size:
     assert 0 < len(cut[-1]) <= size
 
 
+def test_items_change_as_fast_as_the_stream_drifts() -> None:
+    usual, slow = (
+        next(batches(StreamOptions(events=8000, batch_size=8000, drift=drift), SMALL)) for drift in (1.0, 1e-9)
+    )
+    assert np.array_equal(usual.item, first(8000, SMALL).item)
+    assert np.array_equal(usual.user, slow.user)
+    assert not np.array_equal(usual.label, slow.label)
+
+
 def test_a_synthetic_stream_never_ends_unless_told() -> None:
     endless = batches(StreamOptions(batch_size=5000), SMALL)
     assert [len(batch) for batch in itertools.islice(endless, 3)] == [5000] * 3

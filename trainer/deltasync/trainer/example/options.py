@@ -71,6 +71,7 @@ class StreamOptions:
     events: int | None = _flag(None, "Number of events; all by default.", click.IntRange(1))
     events_per_second: float = _flag(1250.0, "Number of events per second.")
     batch_size: int = _flag(128, "Events per step, over all ranks.")
+    drift: float = _flag(1.0, "How fast the items of synthetic data change, against the default.")
     start_file: Path | None = _flag(
         None, "File to wait for, with the Unix time of the first event.", click.Path(path_type=Path)
     )
@@ -78,6 +79,7 @@ class StreamOptions:
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size, least=2)
         check_positive("events_per_second", self.events_per_second)
+        check_positive("drift", self.drift)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class ProcessCredentials:
     """
 
     def __init__(self, folder: Path, roles: Mapping[str, str], *, secure: bool) -> None:
-        """Write tokens and certificates. `roles` has the role of each process by name, as in a roles file."""
+        """Write tokens and certificates. `roles` has the roles of each process by name, with spaces between."""
         self._folder, self._secure = folder, secure
         self._names = [ADMIN, *roles]
         token = secrets.token_urlsafe()
@@ -131,7 +131,7 @@ class ProcessCredentials:
         write_certificates(certificates, ["127.0.0.1"], self._names, datetime.now(UTC) + timedelta(days=1))
         lines = [f'[tokens.{STATUS}]\nsha256 = "{token_digest(token).hex()}"\nroles = ["read"]\n']
         for name, role in {ADMIN: "admin", **roles}.items():
-            lines.append(f'[certificates."{name}"]\nroles = ["{role}"]\n')
+            lines.append(f'[certificates."{name}"]\nroles = {json.dumps(role.split())}\n')
         self._keep("roles.toml", "\n".join(lines))
         files = {"tls-cert": "service.pem", "tls-key": "service-key.pem", "tls-client-ca": "ca.pem"}
         tls = [word for flag, file in files.items() for word in (f"--{flag}", str(certificates / file))]

@@ -1,7 +1,8 @@
 """A replica of the demo: it scores the stream as it arrives, and writes its scores and final rows to files.
 
 A predictor must score an event before the trainer learns from it. To ensure that on a busy machine too, the demo's
-replicas only apply a release after scoring every batch that it was trained on.
+replicas only apply a release after scoring every batch that it was trained on. With `--most-behind` they also wait
+for a slow trainer.
 """
 
 import copy
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from deltasync.base.process import keep_freed_memory, listening_socket
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import (
+    Admin,
     Release,
     SharedReader,
     SharedTarget,
@@ -48,34 +52,52 @@ from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, 
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, arguments, flags
 from deltasync.trainer.example.predictor import MeteredTarget, create_app, request_of
 from deltasync.trainer.example.processes import DemoFailed
+from deltasync.trainer.example.report import auc
 from deltasync.trainer.example.stream import play
 
 _CHECK_SECONDS, _ANSWER_SECONDS = 0.5, 60.0
+# A replica checks its AUC on the events of the last batches.
+RECENT_BATCHES = 16
 Logits = NDArray[np.float32]
 
 
 class Held:
     """Makes a target apply a release only after its batches are scored, and none of a step after `last_step`.
 
+    With `most_behind` a batch waits for a release that lacks at most this many of the scored batches, until the
+    model is rolled back.
+
     Attributes:
         receipts: version, step and unix nanoseconds of each release `applied`, and `received_bytes`.
     """
 
-    def __init__(self, *args: Any, last_step: float = math.inf, **settings: Any) -> None:
+    def __init__(
+        self, *args: Any, last_step: float = math.inf, most_behind: float = math.inf, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
         self.receipts: dict[str, Any] = {"applied": [], "received_bytes": []}
         self._last_step, self._scored, self._stopping = last_step, 0, False
+        self._most_behind, self._newest = most_behind, 0
         self._moved = threading.Condition()
 
     def apply(self, release: Release) -> Written | None:
         """Wait until the batches of a release are scored, then apply it. The subscriber's thread calls this."""
         with self._moved:
+            if release.step < self._newest:  # The model was rolled back, and its trainer does not go on.
+                self._most_behind = math.inf
+            self._newest = release.step
+            self._moved.notify_all()
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
         written: Written | None = super().apply(release)  # type: ignore[misc]
         if not release.more:
             self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
             self.receipts["received_bytes"].append(release.bytes)
         return written
+
+    def wait_for_release(self) -> None:
+        """Wait until the next batch may be scored."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._stopping or self._scored <= self._newest + self._most_behind)
 
     def count_batch(self) -> None:
         """Note that one more batch is scored."""
@@ -96,6 +118,7 @@ class HeldTarget(Held, MeteredTarget):
     @contextmanager
     def reading(self) -> Iterator[Any]:
         """See `TorchTarget.reading`."""
+        self.wait_for_release()
         with super().reading() as reading:
             yield reading
         self.count_batch()
@@ -112,11 +135,12 @@ class InProcess:
         self._target, self._freeze_at, self._frozen = target, freeze_at, None
         self.answers = None
 
-    def scores(self, features: Features) -> dict[str, Logits]:
-        """Log odds from the current rows, as `logit`, and from the frozen copy, as `frozen`."""
+    def scores(self, features: Features) -> dict[str, NDArray[Any]]:
+        """Log odds from the current rows, as `logit`, their `version`, and log odds of the frozen copy."""
         batch = click_batch(features)
         with self._target.reading() as reading:
-            found = {"logit": outputs(reading.module, batch).numpy()}
+            found: dict[str, NDArray[Any]] = {"logit": outputs(reading.module, batch).numpy()}
+            found["version"] = np.full(len(features), reading.version)
             if self._freeze_at is not None:
                 if self._frozen is None and features.index[-1] >= self._freeze_at:
                     self._frozen = copy.deepcopy(reading.module)
@@ -215,6 +239,33 @@ class Workers(OverHttp):
         return {"logit": logits[0]}
 
 
+class Check:
+    """Raises an objection once the AUC of the last batches is below a share of its best.
+
+    Attributes:
+        objected_at: the number of events that were scored before the objection; None without one.
+    """
+
+    def __init__(self, raise_objection: Callable[[str], None], share: float) -> None:
+        self._raise_objection, self._share = raise_objection, share
+        self._recent = deque[tuple[Logits, Logits]](maxlen=RECENT_BATCHES)
+        self._best = 0.0
+        self.objected_at: int | None = None
+
+    def add(self, features: Features, logit: Logits) -> None:
+        """Take the scores of a batch, and the labels that arrived since."""
+        self._recent.append((features.label, logit))
+        if len(self._recent) < RECENT_BATCHES or self.objected_at is not None:
+            return
+        labels, logits = (np.concatenate(column) for column in zip(*self._recent, strict=True))
+        found = auc(labels, logits)
+        self._best = max(self._best, found)
+        if found < self._share * self._best:
+            reason = f"the AUC of the last {len(labels):,} events is {found:.3f}, its best was {self._best:.3f}"
+            self._raise_objection(reason)
+            self.objected_at = int(features.index[-1]) + 1
+
+
 @click.command(context_settings=CONTEXT)
 @flags(StreamOptions, "stream")
 @flags(ModelOptions, "sizes")
@@ -232,6 +283,10 @@ class Workers(OverHttp):
 @click.option(
     "--freeze-at", type=int, help="From this event on, also score with a frozen copy, or apply no release."
 )
+@click.option(
+    "--most-behind", type=int, help="Wait for a release that lacks at most this many of the scored batches."
+)
+@click.option("--object-below", type=float, help="Object once the AUC is below this share of its best.")
 @click.option("--results", type=click.Path(path_type=Path), required=True, help="Folder for scores and rows.")
 def main(
     stream: StreamOptions,
@@ -239,6 +294,8 @@ def main(
     value_type: str | None,
     workers: int | None,
     freeze_at: int | None,
+    most_behind: int | None,
+    object_below: float | None,
     results: Path,
     **settings: Any,
 ) -> None:
@@ -249,7 +306,10 @@ def main(
     model, mirror = ClickModel(sizes).eval(), f"demo-{os.getpid()}"
     if value_type:
         model = quantised(model, ValueType(value_type))
-    featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, Logits]]()
+    check = None
+    if object_below is not None:
+        check = Check(partial(Admin(settings["service"]).object, settings["consumer"]), object_below)
+    featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, NDArray[Any]]]()
     with ExitStack() as stack:
         scorer: Workers | OverHttp | InProcess
         if workers:
@@ -260,7 +320,8 @@ def main(
             subscriber = _subscribed(held, stack, on_readiness=held.note_readiness, **settings)
         else:
             last_step = freeze_at // stream.batch_size if value_type and freeze_at else math.inf
-            target = HeldTarget(model, last_step=last_step)
+            behind = math.inf if most_behind is None else most_behind
+            target = HeldTarget(model, last_step=last_step, most_behind=behind)
             subscriber = _subscribed(target, stack, **settings)
             scorer = serve(target, subscriber, sizes, stack) if value_type else InProcess(target, freeze_at)
         with suppress(KeyboardInterrupt):
@@ -269,6 +330,9 @@ def main(
             for events, _ in play(stream, sizes):
                 batches.append(featurizer.features(events))
                 scores.append(scorer.scores(batches[-1]))
+                if check:
+                    check.add(batches[-1], scores[-1]["logit"])
+            (results / f"scored-{settings['replica']}").touch()
             while True:
                 subscriber.check()
                 time.sleep(_CHECK_SECONDS)
@@ -286,7 +350,8 @@ def main(
     np.savez(results / f"outputs-{name}.npz", logit=last["logit"])
     np.savez(results / f"tables-{name}.npz", allow_pickle=False, **rows)
     save_state(model, results / f"state-{name}.pt")
-    (results / f"{name}.json").write_text(json.dumps(receipts | {"answers": scorer.answers}))
+    facts = receipts | {"answers": scorer.answers, "objected_at": check.objected_at if check else None}
+    (results / f"{name}.json").write_text(json.dumps(facts))
 
 
 def _subscribed(target: HeldTarget | HeldMirror, stack: ExitStack, **settings: Any) -> Subscriber:

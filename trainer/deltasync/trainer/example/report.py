@@ -124,6 +124,11 @@ def all_equal(report: Mapping[str, Any]) -> bool:
     return all(report.get(f"{what}_equal") is not False for what in WHATS)
 
 
+def unequal_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of rows that differ, by what was compared; empty if all are equal."""
+    return {what: report[f"{what}_unequal"] for what in WHATS if report[f"{what}_equal"] is False}
+
+
 def _spread(values: Sequence[float]) -> dict[str, float]:
     p50, p99 = np.percentile(values, (50, 99)).tolist()
     return {"p50": p50, "p99": p99, "max": max(values)}
@@ -152,7 +157,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     compared = f"{report['rows_compared']:,} rows"
     if maps:
         compared += f", {maps:,} map entries and {report['buffers_compared']} buffers"
-    unequal = {what: report[f"{what}_unequal"] for what in WHATS if report[f"{what}_equal"] is False}
+    unequal = unequal_of(report)
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<14}{text}", highlight=False, soft_wrap=True)

@@ -59,7 +59,7 @@ def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[RatingEvents
     """Yield the batches of a stream without waiting; the last one may be shorter."""
     left, size, waiting = stream.events if stream.events is not None else math.inf, stream.batch_size, None
     if stream.data == "synthetic":
-        blocks = synthetic(model.users, model.items)
+        blocks = synthetic(model.users, model.items, stream.drift)
     elif stream.data.startswith(_RATINGS) and stream.data != _RATINGS:
         blocks = iter([read_ratings(Path(stream.data.removeprefix(_RATINGS)))])
     else:
@@ -103,14 +103,18 @@ def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[
         yield batch, arrival
 
 
-def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
-    """Yield blocks of an endless stream of clicks, with popularity and quality of items that change over time."""
+def synthetic(users: int, items: int, drift: float = 1.0) -> Iterator[RatingEvents]:
+    """Yield blocks of an endless stream of clicks, with popularity and quality of items that change over time.
+
+    They change `drift` times as fast as by default.
+    """
     rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(0,)))
     tastes = rng.normal(size=(users, _FACTORS)).astype(np.float32)
     traits = rng.normal(size=(items, _FACTORS)).astype(np.float32)
     inclination = rng.normal(0.0, _INCLINATION, users)
     phase = rng.uniform(0.0, 2 * np.pi, items)
-    frequency = 2 * np.pi * rng.uniform(0.5, 1.5, items) / _QUALITY_PERIOD
+    frequency = 2 * np.pi * rng.uniform(0.5, 1.5, items) * (drift / _QUALITY_PERIOD)
+    turnover = round(_TURNOVER / drift)
     user_shares = _zipf_shares(users, exponent=1.0, shift=20.0)
     rank_shares = _zipf_shares(items, exponent=1.3, shift=5.0)
     for number in itertools.count():
@@ -119,7 +123,7 @@ def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
         user, rank = _draw(rng, user_shares), _draw(rng, rank_shares)
         # Even ranks are ahead of the most popular item and odd ranks behind it, so items rise before they fade.
         distance = np.where(rank % 2 == 0, rank // 2, -(rank // 2) - 1)
-        item = (index * items // _TURNOVER + distance) % items
+        item = (index * items // turnover + distance) % items
         affinity = np.einsum("nf,nf->n", tastes[user], traits[item]) * (_AFFINITY / math.sqrt(_FACTORS))
         quality = _QUALITY * np.sin(phase[item] + frequency[item] * index)
         probability = 1.0 / (1.0 + np.exp(-(quality + inclination[user] + affinity + _OFFSET)))

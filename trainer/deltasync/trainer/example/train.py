@@ -8,10 +8,12 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -62,11 +64,12 @@ class TimedBatches(Iterator[Any]):
 
 
 def micro_batches(
-    stream: StreamOptions, sizes: ModelOptions, training: TrainingOptions, past: int
+    stream: StreamOptions, sizes: ModelOptions, training: TrainingOptions, past: int, poison_at: int | None = None
 ) -> Iterator[tuple[Any, int]]:
     """Yield this rank's micro-batches after the first `past` steps, each with the time of its newest event.
 
-    That is the time when this play of the stream delivers the event, in nanoseconds since 1970.
+    That is the time when this play of the stream delivers the event, in nanoseconds since 1970. From event
+    `poison_at` on, labels are flipped; features still come from the right ones.
     """
     featurizer, rank, ranks = Featurizer(sizes), dist.get_rank(), dist.get_world_size()
     size = stream.batch_size // training.grad_accum
@@ -74,6 +77,9 @@ def micro_batches(
         for first in range(0, len(events), size):
             part = events[first : first + size]
             features = featurizer.features(part)  # Events of past steps count for the features of later ones.
+            if poison_at is not None:
+                flipped = np.where(features.index < poison_at, features.label, 1 - features.label)
+                features = replace(features, label=flipped)
             if step >= past and len(part) >= ranks:
                 batch = click_batch(features, rank, ranks)
                 seconds = arrival - int(events.index[-1] - part.index[-1]) / stream.events_per_second
@@ -141,6 +147,7 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
     "--metrics", metavar="HOST:PORT", help="Serve /metrics: first rank on this port, others on the next ports."
 )
 @click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
+@click.option("--poison-at", type=int, help="From this event on, train on flipped labels, for the demo.")
 def main(**settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     log_to_stderr()
@@ -166,6 +173,7 @@ def train(
     tensorboard_lag: tuple[str, ...],
     metrics: str | None,
     results: Path | None,
+    poison_at: int | None,
 ) -> None:
     """Train on the whole stream. The arguments are the command's options."""
     rank = dist.get_rank()
@@ -185,7 +193,7 @@ def train(
     )
     if checkpoints:
         checkpoints.load()
-    batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps))
+    batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps, poison_at))
     # The lag of a consumer is the same for all ranks, so the first one asks for it.
     lag = ScalarOptions(service=service, consumers=tensorboard_lag if rank == 0 else ())
     board = Scalars(sync, [TensorBoard(tensorboard / f"rank-{rank}")], lag) if tensorboard else nullcontext()

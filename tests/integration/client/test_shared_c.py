@@ -1,0 +1,382 @@
+"""Readers in C and C++ of a mirror's memory read what the reader in Python does."""
+
+import ctypes
+import errno
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support import shared_c
+from tests.support.keyed_model import CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.programs import killed
+from tests.support.shared_c import CReader, compiled
+from tests.support.waiting import wait_for
+
+from deltasync.base.decision import Decision
+from deltasync.client import Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client.shared import layout
+from deltasync.client.shared.reader import SharedReader
+from deltasync.client.shared.target import SharedTarget
+from deltasync.client.targets.keyed_table import KeyIndex
+from deltasync.core.tables import FREE_ID, TableKind
+
+CONSUMER = "predictors"
+WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
+KEYS = np.array([*range(-3, ROWS + 3), -(2**63), 2**63 - 2, 2**63 - 1])
+IDS = np.arange(ROWS + 3)[::-1].copy()
+PAIR = [TableSpec("user", 50, 16), TableSpec("item", 40, 16)]
+PAIR.append(TableSpec("user.raw_ids", 50, 1, np.dtype("<i8"), TableKind.ID_MAP, "user"))
+HOLDER = """
+#include "deltasync_shared.h"
+int main(int, char **arguments) {
+    deltasync_reader *reader;
+    deltasync_version version;
+    if (deltasync_attach(&reader, arguments[1]) || deltasync_pin(reader)) return 1;
+    if (deltasync_newest(reader, &version)) return 2;
+    printf("%llu\\n", static_cast<unsigned long long>(version.version));
+    fflush(stdout);
+    getchar();
+    int looked = deltasync_newest(reader, &version), released = deltasync_release(reader);
+    printf("%d %d\\n", looked, released);
+    deltasync_detach(reader);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of compiled programs."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def functions(made: Path) -> Any:
+    return shared_c.library(made)
+
+
+@pytest.fixture(scope="module")
+def predictor(made: Path) -> Path:
+    return compiled(made / "predictor", shared_c.EXAMPLE, "-pthread")
+
+
+@pytest.fixture(scope="module")
+def holder(made: Path) -> Path:
+    """A program that pins a version, prints it, and releases it after a line of input."""
+    (made / "holder.cpp").write_text(HOLDER)
+    return compiled(made / "holder", made / "holder.cpp")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def release_of(version: int, table: TableSpec = USER, **changed: Any) -> Release:
+    """A release that sets all values of a table to its version."""
+    rows = RowBatch(
+        Shard.whole(table), np.arange(table.rows), np.full((table.rows, table.dim), version, table.dtype)
+    )
+    release = Release(Position("h", version, version), version, version, version == 1, [table], [rows])
+    return replace(release, version=version, model="clicks", **changed)
+
+
+def pair_of(version: int) -> Release:
+    """A release of two tables, one with raw ids, whose values differ with each version."""
+    generator = np.random.default_rng(version)
+    values = [
+        generator.integers(-500, 500, (PAIR[0].rows, 16)).astype(np.float32),
+        generator.integers(-500, 500, (PAIR[1].rows, 16)).astype(np.float32),
+        generator.permutation(1000)[:50, None] ^ FREE_ID,
+    ]
+    rows = [
+        RowBatch(Shard.whole(table), np.arange(table.rows), rows) for table, rows in zip(PAIR, values, strict=True)
+    ]
+    release = Release(Position("h", version, version), version, version, version == 1, PAIR, rows)
+    return replace(release, version=version, model="clicks")
+
+
+@contextmanager
+def mirror(folder: Path, **options: Any) -> Iterator[SharedTarget]:
+    target = SharedTarget("m", CONSUMER, directory=folder, **options)
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+def started(program: Path, *arguments: object) -> "subprocess.Popen[str]":
+    command = [str(program), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_compiler_puts_all_fields_where_the_layout_says(made: Path) -> None:
+    types = {
+        "header": layout.HEADER,
+        "side": layout.SIDE,
+        "table": layout.TABLE,
+        "entry": layout.READER,
+    }
+    expected, lines = list[str](), list[str]()
+    for name, dtype in types.items():
+        assert dtype.fields
+        for field, (_, offset, *_) in dtype.fields.items():
+            nested = name == "side" and field in dict(shared_c.Version._fields_)
+            path = f"deltasync__{name}, {'version.' if nested else ''}{field}"
+            lines.append(f'printf("{name}.{field} %zu\\n", offsetof({path}));')
+            expected.append(f"{name}.{field} {offset}")
+    lines.append('printf("%zu\\n", DELTASYNC__CONTROL_BYTES);')
+    lines = ['#include "deltasync_shared.h"', "int main() {", *lines, "}"]
+    (made / "offsets.cpp").write_text("\n".join(lines))
+    program = compiled(made / "offsets", made / "offsets.cpp")
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed == [*expected, str(layout.CONTROL_BYTES)]
+
+
+def check_equal(c: CReader, python: SharedReader, tables: list[TableSpec]) -> None:
+    for table in tables:
+        row_bytes = table.dim * table.dtype.itemsize
+        values, version = python.lookup(table.name, IDS)
+        assert c.rows(table.name, IDS, row_bytes)[0::2] == (shared_c.OK, version)
+        assert c.rows(table.name, IDS, row_bytes)[1].tobytes() == values.tobytes()
+        values, exist, version = python.lookup_keys(table.name, KEYS)
+        code, rows, there, at = c.keys(table.name, KEYS, row_bytes)
+        assert (code, at, there.tolist()) == (shared_c.OK, version, exist.tolist())
+        assert rows.tobytes() == values.tobytes()
+        code, found = c.find(table.name)
+        assert (code, found.dtype, found.dim, found.rows) == (0, table.dtype.str.encode(), table.dim, table.rows)
+    told, now = c.newest()[1], python.version()
+    assert (told.version, told.step, told.step_end_unix_ns) == (
+        now.version,
+        now.step,
+        now.step_end_unix_ns,
+    )
+    assert (told.event_time_unix_ns or None) == now.event_time_unix_ns
+    assert now.age_seconds is not None
+    assert c.age(told) == pytest.approx(now.age_seconds, abs=60)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE, st.booleans()), min_size=1, max_size=5))
+def test_rows_and_keys_are_those_that_python_reads(
+    functions: Any, steps: list[tuple[Change, bool, frozenset[str], bool]]
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        model = KeyedModel()
+        target = SharedTarget("m", CONSUMER, directory=name)
+        python, c = SharedReader("m", directory=name), CReader(functions, f"{name}/deltasync-m")
+        for change, resync, whole, restart in steps:
+            held = model.version
+            model.change(change)
+            target.apply(model.release(held, resync=resync or not held, whole=whole))
+            check_equal(c, python, TABLES)
+            assert c.pin() == shared_c.OK
+            check_equal(c, python, TABLES)
+            code, table = c.find(USER.name)
+            assert code == shared_c.OK
+            exist = python.lookup_keys(USER.name, KEYS)[1]
+            assert [c.row_of(table, key) >= 0 for key in KEYS.tolist()] == exist.tolist()
+            assert c.release() == shared_c.OK
+            if restart:
+                target.close()
+                target = SharedTarget("m", CONSUMER, directory=name)
+        target.close()
+        c.detach()
+
+
+def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> None:
+    c, generator = CReader(functions, "none"), np.random.default_rng(0)
+    index = KeyIndex()
+    keys = generator.integers(-(2**63), 2**63 - 1, 5000)
+    index.put(keys, np.arange(5000))
+    index.remove(keys[::2])
+    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.slots.ctypes.data)
+    assert [c.row_of(table, key) for key in keys.tolist()] == index.find(keys).tolist()
+    table.rows = 100
+    assert {c.row_of(table, key) for key in keys.tolist()} == {-1, *range(1, 100, 2)}
+
+
+def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) -> None:
+    with mirror(folder) as target:
+        c, python = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
+        larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
+        for version, table in enumerate((USER, USER, larger, ITEM, ITEM, larger, USER), 1):
+            target.apply(release_of(version, table))
+            check_equal(c, python, [table])
+            other = ITEM if table.name == USER.name else USER
+            assert c.rows(other.name, IDS, 8)[0] == shared_c.NO_TABLE
+        c.detach()
+
+
+def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
+    def attached() -> int:
+        return int(CReader(functions, path).attached)
+
+    path = layout.folder_of("m", folder)
+    assert attached() == CReader(functions, "no-such-mirror").attached == shared_c.NO_MIRROR
+    with mirror(folder) as target:
+        c = CReader(functions, path)
+        assert (c.newest()[0], c.pin(), c.release()) == (*[shared_c.NO_RELEASE] * 2, shared_c.PINNED)
+        target.apply(replace(release_of(1), more=True))
+        assert (c.newest()[0], c.pin(), c.find(USER.name)[0]) == (shared_c.NO_RELEASE,) * 3
+        target.apply(release_of(1))
+        assert c.find("no table")[0] == shared_c.NO_TABLE
+        assert c.rows(USER.name, IDS, 4)[0] == c.keys(USER.name, IDS, 12)[0] == shared_c.ROW_BYTES
+        assert c.rows(USER.name, np.array([0, -1]), 8)[0] == shared_c.NEGATIVE
+        assert [c.pin(), c.pin(), c.release(), c.release()] == [0, shared_c.PINNED, 0, shared_c.PINNED]
+        assert not c.find(USER.name)[1].values, "addresses are only valid while a version is pinned"
+        for each in path.iterdir():
+            if each.name not in (layout.CONTROL, layout.READERS):
+                each.unlink()
+        assert CReader(functions, path).find(USER.name)[0] == shared_c.SYSTEM
+        assert ctypes.get_errno() == errno.ENOENT
+    control = path / layout.CONTROL
+    content = control.read_bytes()
+    for changed, code in (
+        (b"DELTASHM\x02", shared_c.LAYOUT),
+        (b"ELTASHMD\x01", shared_c.FOREIGN),
+    ):
+        control.write_bytes(changed + content[len(changed) :])
+        assert attached() == code
+    for shorter in (b"", content[:100], content[:-1]):
+        control.write_bytes(shorter)
+        assert attached() == shared_c.FOREIGN
+    texts = [functions.deltasync_text(code).decode() for code in range(-1, 14)]
+    assert texts[0] == texts[-1] == "unknown code"
+    assert len(set(texts)) == 14
+
+
+def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
+    with mirror(folder) as target:
+        c, python = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
+        for decision in (Decision(False, "it catches up"), Decision(True, "it has caught up")):
+            target.note_readiness(decision)
+            assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
+        assert c.is_alive()
+    assert not c.is_alive()
+    assert c.ready() == (False, "its mirror has stopped or hangs")
+    c.detach()
+
+
+def test_no_reader_in_c_sees_a_torn_row_while_releases_come(functions: Any, folder: Path) -> None:
+    table = TableSpec("wide", 2000, 64)
+    ids, found = np.arange(table.rows), list[str]()
+
+    def look() -> None:
+        c = CReader(functions, layout.folder_of("m", folder))
+        for turn in range(2000):
+            if pin := turn % 3 == 0:
+                assert c.pin() == shared_c.OK
+            code, rows, version = c.rows(table.name, ids, 256)
+            if code or not (rows.view(np.float32) == version).all():
+                found.append(f"code {code}, version {version}")
+            if pin and (code := c.release()):
+                found.append(f"released: {code}")
+        c.detach()
+
+    with mirror(folder) as target:
+        target.apply(release_of(1, table))
+        threads = [threading.Thread(target=look) for _ in range(3)]
+        for each in threads:
+            each.start()
+        version = 1
+        while any(each.is_alive() for each in threads):
+            version += 1
+            target.apply(release_of(version, table))
+    assert found == []
+    assert version > 3
+
+
+def score(reader: SharedReader, user: int, item: int) -> tuple[int, int, int, float | None]:
+    """The answer that the example should give from the version that is served now."""
+    users, user_exists, version = reader.lookup_keys("user", np.array([user]))
+    items, item_exists, _ = reader.lookup_keys("item", np.array([item]))
+    if not (user_exists[0] and item_exists[0]):
+        return user, item, version, None
+    # Whole numbers, whose sum is exact in any order.
+    return user, item, version, float(users[0] @ items[0])
+
+
+def parsed(line: str) -> tuple[int, int, int, float | None]:
+    user, item, version, found = line.split()
+    return int(user), int(item), int(version), None if found == "missing" else float.fromhex(found)
+
+
+def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predictor: Path, folder: Path) -> None:
+    asked = [(user, item) for user in range(0, 1000, 37) for item in range(-1, 42, 3)]
+    expected, answers = set[tuple[int, int, int, float | None]](), list[str]()
+    with mirror(folder) as target, started(predictor, layout.folder_of("m", folder), "user", "item", 4) as process:
+        assert process.stdin
+        assert process.stdout
+        output = process.stdout
+        target.apply(pair_of(1))
+        python = SharedReader("m", directory=folder)
+        expected.update(score(python, *each) for each in asked)
+        reading = threading.Thread(target=lambda: answers.extend(output))
+        reading.start()
+        version, rounds = 1, 20
+        for _ in range(rounds):
+            process.stdin.write("".join(f"{user} {item}\n" for user, item in asked))
+            process.stdin.flush()
+            version += 1
+            target.apply(pair_of(version))
+            expected.update(score(python, *each) for each in asked)
+        process.stdin.close()
+        reading.join()
+    assert process.returncode == 0
+    assert len(answers) == rounds * len(asked)
+    found = {parsed(line) for line in answers}
+    assert found <= expected
+    assert len({version for _, _, version, _ in found}) > 1
+    assert {product is None for _, _, _, product in found} == {True, False}
+
+
+def test_a_reader_in_cpp_that_holds_a_version_for_too_long_learns_it(holder: Path, folder: Path) -> None:
+    with mirror(folder, longest_pin_seconds=0.05) as target:
+        target.apply(release_of(1))
+        with killed(started(holder, layout.folder_of("m", folder))) as process:
+            assert process.stdout
+            assert process.stdout.readline() == "1\n"
+            target.apply(release_of(2))
+            target.apply(release_of(3))
+            out, _ = process.communicate("\n")
+            assert out == f"{shared_c.TORN} {shared_c.TORN}\n"
+
+
+def test_a_reader_in_cpp_holds_its_version_and_the_mirror_waits(holder: Path, folder: Path) -> None:
+    with mirror(folder, longest_pin_seconds=60.0) as target:
+        target.apply(release_of(1))
+        with killed(started(holder, layout.folder_of("m", folder))) as process:
+            assert process.stdout
+            assert process.stdout.readline() == "1\n"
+            applying = threading.Thread(target=target.apply, args=(release_of(2),))
+            applying.start()
+            python = SharedReader("m", directory=folder)
+            wait_for(lambda: python.version().version == 2)
+            assert applying.is_alive(), "it waits for the reader before it writes the other side"
+            out, _ = process.communicate("\n")
+            assert out == f"{shared_c.OK} {shared_c.OK}\n"
+            applying.join()
+
+
+def test_the_mirror_goes_on_when_a_reader_in_cpp_is_killed(holder: Path, folder: Path) -> None:
+    with mirror(folder, longest_pin_seconds=600.0) as target:
+        target.apply(release_of(1))
+        with killed(started(holder, layout.folder_of("m", folder))) as process:
+            assert process.stdout
+            assert process.stdout.readline() == "1\n"
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            for version in (2, 3, 4):
+                target.apply(release_of(version))
+        assert SharedReader("m", directory=folder).version().version == 4

@@ -1,0 +1,281 @@
+"""Object storage that is gone or does not answer, while versions are kept and followed."""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import publish, send, view_of
+from tests.support.log import log_of
+from tests.support.wire import USER, part
+from tests.unit.support.async_tests import in_service
+
+from deltasync.base.errors import Contradiction, StorageFailed
+from deltasync.checkpoints.place import Place, PlaceFailed
+from deltasync.checkpoints.store import CheckpointStore
+from deltasync.consumers.consumer import Consumer
+from deltasync.consumers.follow import BACK, LIVE, Distance
+from deltasync.consumers.history import HistoryLine, history_stream, pack_line
+from deltasync.core.policy import Policy
+from deltasync.cuts.session import PublishSession
+from deltasync.service.service import Service
+from deltasync.status.lag import report
+
+MODEL = "clicks"
+URL = "memory://storage-that-is-gone"
+CALLS = ["put", "get", "names", "remove"]
+
+
+class Storage:
+    """Object storage in memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._gone = set[str]()
+        self._answers = threading.Event()
+        self._answers.set()
+        self.asked = threading.Event()
+        for name in CALLS:
+            patch.setattr(Place, name, self._patched(name, getattr(Place, name)))
+
+    @contextmanager
+    def gone(self, *calls: str) -> Iterator[None]:
+        """Every call fails inside of the block, or only some."""
+        self._gone = set(calls or CALLS)
+        try:
+            yield
+        finally:
+            self._gone.clear()
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """No call returns before the end of the block."""
+        self.asked.clear()
+        self._answers.clear()
+        try:
+            yield
+        finally:
+            self._answers.set()
+
+    def _patched(self, name: str, call: Any) -> Any:
+        @wraps(call)
+        def patched(place: Place, *arguments: Any) -> Any:
+            if place.url == URL:
+                self.asked.set()
+                assert self._answers.wait(20)
+                if name in self._gone:
+                    raise PlaceFailed(f"{URL} cannot be reached")
+            return call(place, *arguments)
+
+        return patched
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    yield Storage(monkeypatch)
+    place = Place(URL)
+    if place._files.exists(place._root):
+        place._files.rm(place._root, recursive=True)
+
+
+async def change(session: PublishSession, step: int) -> None:
+    await send(session, part(step, [(0, [step], np.full((1, USER.dim), step, "<f4"))]))
+    await session.coordinator.settled()
+
+
+async def until(true: Any) -> None:
+    while not true():
+        await asyncio.sleep(0.001)
+
+
+def connected(service: Service, name: str) -> Consumer:
+    consumer = service.registry.get(name)
+    service.registry.connect(consumer, "a", asyncio.Event())
+    return consumer
+
+
+def rows_of(service: Service, consumer: str = "") -> list[bytes]:
+    tables = view_of(service, consumer).tables if consumer else service.models[MODEL].tables
+    return [table.rows.tobytes() for table in tables]
+
+
+async def prove(service: Service, consumer: str, version: int) -> None:
+    """The replicas of a consumer have proven a version for a second."""
+    line = HistoryLine(unix_ns=time.time_ns() - 10**9, replicas={"a": version})
+    stream = history_stream(consumer)
+    await asyncio.wrap_future(log_of(service).append(stream, line.unix_ns, 0, 0, pack_line(line)))
+
+
+@asynccontextmanager
+async def going_on(service: Service, patch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    patch.setattr("deltasync.service.following._LOOK_SECONDS", 0.001)
+    running = asyncio.create_task(service.following.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+
+
+@pytest.mark.parametrize("calls", [CALLS, ["put"], ["names"]])
+@in_service(checkpoints=URL)
+async def test_a_version_is_kept_in_storage_or_not_at_all(
+    service: Service, storage: Storage, calls: list[str]
+) -> None:
+    session = await publish(service)
+    with storage.gone(*calls), pytest.raises(StorageFailed, match=f"{URL} cannot be reached"):
+        await service.versions.keep(MODEL, "good")
+    assert await service.versions.kept(MODEL) == []
+    assert not list(service.options.data_dir.rglob("kept/*"))
+    await change(session, 2)
+    kept = await service.versions.keep(MODEL, "good")
+    assert [each for each, _ in await service.versions.kept(MODEL)] == [kept]
+
+
+@in_service(checkpoints=URL)
+async def test_storage_that_goes_when_the_checkpoint_is_copied_leaves_nothing_kept(
+    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(service)
+    keep = CheckpointStore.keep
+
+    def keep_without_storage(*arguments: Any) -> None:
+        with storage.gone("put"):
+            keep(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "keep", keep_without_storage)
+        with pytest.raises(StorageFailed, match=f"{URL} cannot be reached"):
+            await service.versions.keep(MODEL, "good")
+    assert await service.versions.kept(MODEL) == []
+    assert not list(service.options.data_dir.rglob("kept/*"))
+    await service.versions.keep(MODEL, "good")
+
+
+@in_service(checkpoints=URL)
+async def test_a_version_is_listed_once_slow_storage_has_it(service: Service, storage: Storage) -> None:
+    session = await publish(service)
+    with storage.slow():
+        keeping = asyncio.create_task(service.versions.keep(MODEL, "good"))
+        await until(storage.asked.is_set)
+        await change(session, 2)
+        assert not keeping.done()
+        assert not list(service.options.data_dir.rglob("kept/*"))
+    assert await keeping in [each for each, _ in await service.versions.kept(MODEL)]
+
+
+@in_service(checkpoints=URL)
+async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
+    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)
+    await service.consumers.create("ranked", MODEL, Policy(top_k=5))
+    consumer = connected(service, "ranked")
+    stream = consumer.replicas["a"].stream
+    assert stream
+    await until(lambda: view_of(service, "ranked").position.number)
+    good = rows_of(service)
+    await service.versions.keep(MODEL, "good")
+    await change(session, 2)
+    service.registry.acknowledge(consumer, consumer.replicas["a"], view_of(service, "ranked").position)
+    await until(lambda: rows_of(service, "ranked") == rows_of(service))
+    newest = rows_of(service)
+    shutil.rmtree(service.options.data_dir / "checkpoints" / MODEL)  # As in another process.
+    view = view_of(service, "ranked")
+    service.registry.disconnect(consumer, consumer.replicas["a"], stream, "left", expected=True)
+    await service.following.follow("ranked", "good")
+    with storage.gone():
+        connected(service, "ranked")
+        await until(lambda: view.failure)
+        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+        assert lag.state == "failed"
+        assert lag.reason.startswith(view.failure)
+        assert f"{URL} cannot be reached" in view.failure
+        await change(session, 3)
+        assert rows_of(service, "ranked") == newest
+    await until(lambda: rows_of(service, "ranked") == good)
+    await until(lambda: not view.failure)
+
+
+@pytest.mark.parametrize("fault", ["gone", "slow"])
+@in_service(checkpoints=URL)
+async def test_a_follower_at_a_distance_stays_and_stops_nobody_else(
+    service: Service, storage: Storage, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)
+    for name in ("canary", "fleet"):
+        await service.consumers.create(name, MODEL, Policy())
+    await service.versions.keep(MODEL, "one")
+    consumer = connected(service, "fleet")
+    await service.following.follow_consumer("fleet", Distance("canary", 0.0, BACK), "one")
+    await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
+    one = rows_of(service, "fleet")
+    await change(session, 2)
+    await service.versions.keep(MODEL, "two")
+    await prove(service, "canary", 2)
+    async with going_on(service, monkeypatch), asyncio.timeout(10):
+        with getattr(storage, fault)():
+            await until(storage.asked.is_set if fault == "slow" else lambda: consumer.waits)
+            if fault == "gone":
+                assert consumer.waits == f"it cannot look for a later version: {URL} cannot be reached"
+            request = asyncio.create_task(service.following.follow("canary", "one"))
+            await publish(service, model="other")
+            await service.consumers.create("another", "other", Policy())
+            await change(session, 3)
+            assert rows_of(service, "fleet") == one
+            await service.following.follow("another", LIVE)
+            assert not service.registry.get("canary").follows
+        await asyncio.wait([request])
+        assert isinstance(request.exception(), StorageFailed if fault == "gone" else type(None))
+        await until(lambda: consumer.follows and consumer.follows.kept.version == 2)
+        await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
+        with getattr(storage, fault)():
+            await service.following.object("canary", "its AUC fell")
+            await until(lambda: consumer.follows and consumer.follows.kept.version == 1)
+            await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
+            assert rows_of(service, "fleet") == one
+
+
+@in_service(checkpoints=URL)
+async def test_an_objection_counts_while_storage_is_read(
+    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)
+    for name in ("canary", "fleet"):
+        await service.consumers.create(name, MODEL, Policy())
+    await service.versions.keep(MODEL, "one")
+    await service.following.follow_consumer("fleet", Distance("canary", 0.0), "one")
+    await change(session, 2)
+    await service.versions.keep(MODEL, "two")
+    await prove(service, "canary", 2)
+    consumer = service.registry.get("fleet")
+    async with going_on(service, monkeypatch), asyncio.timeout(10):
+        with storage.slow():
+            await until(storage.asked.is_set)
+            await service.following.object("canary", "its AUC fell")
+        for _ in range(20):
+            await service.versions.kept(MODEL)
+        await until(lambda: "stays, because" in consumer.waits)
+    assert consumer.follows
+    assert consumer.follows.kept.version == 1
+
+
+@in_service(checkpoints=URL)
+async def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(
+    service: Service, storage: Storage
+) -> None:
+    await publish(service)
+    await service.consumers.create("fleet", MODEL, Policy())
+    await service.versions.keep(MODEL, "one")
+    await service.following.follow("fleet", "one")
+    with storage.slow():
+        earlier = asyncio.create_task(service.following.follow("fleet", "one"))
+        await until(storage.asked.is_set)
+        await service.following.follow("fleet", LIVE)
+    with pytest.raises(Contradiction, match="was changed while the service read the kept versions: try again"):
+        await earlier
+    assert service.registry.get("fleet").follows is None
