@@ -87,6 +87,7 @@ _add(
     "Bytes of a rollback, over those that differ; time of cuts while versions are kept, against without.",
 )
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
+_add("shared", "Lookups and memory of workers over one mirror while its rows change, against private copies.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")
 _add("consumers", "CPU time and memory of the service for eight consumers with different policies, against one.")
 _add("tracker", "Time and memory of the tracker beside TorchRec's, and step time with it against without.")

@@ -47,3 +47,13 @@ def resident_bytes(pid: int) -> int:
         elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
             found += int(rest.split()[0]) * 1024
     return found
+
+
+def own_bytes(pid: int, *, private: bool = True) -> int:
+    """Resident bytes of shared memory, and with `private` also those of no file.
+
+    A page that several processes have mapped counts for each of them in part.
+    """
+    kinds = ("Pss_Anon", "Pss_Shmem") if private else ("Pss_Shmem",)
+    fields = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+    return sum(int(size) * 1024 for name, size, *_ in fields if name.rstrip(":") in kinds)

@@ -242,6 +242,19 @@ def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
+def test_workers_over_a_mirror_are_measured_with_rows_that_change(tmp_path: Path) -> None:
+    sizes = ("--rows", "20000", "--dim", "64", "--rounds", "2", "--seconds", "0.3", "--workers", "2")
+    figures, said = measured(tmp_path, "shared", *sizes)
+    for name in ("lookup_ratio", "unchanged_ratio", "p99_ratio", "apply_ratio", "private_apply_ratio"):
+        assert_has_range(figures, name)
+    assert figures["changed_rows_per_second"] > 0
+    assert 1 < figures["memory_ratio"] < figures["workers"], "another worker has more memory, but no copy"
+    assert figures["copies_ratio"] > 2, "two sides"
+    assert figures["private_ratio"] > 2, "a copy for each of two workers"
+    assert "copies with both sides" in said
+
+
+@pytest.mark.nightly
 def test_the_cost_of_a_cut_is_told_by_the_size_of_the_table(tmp_path: Path) -> None:
     sizes = ("--rows", "4000", "--small-rows", "1000", "--cut-rows", "100", "--rounds", "3")
     figures, _ = measured(tmp_path, "scale", *sizes)

@@ -67,7 +67,7 @@ def test_what_is_waited_for_is_healthy_or_done(compose: dict[str, Any]) -> None:
 
 def test_containers_are_confined(deploy: Path) -> None:
     documents = [compose_file(path)["services"] for path in sorted(deploy.glob("compose*.yaml"))]
-    assert len(documents) == 3
+    assert len(documents) == 4
     for services in documents:
         for name, service in services.items():
             if "image" in service and "extends" not in service:

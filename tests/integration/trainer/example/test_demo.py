@@ -16,6 +16,7 @@ from rich.console import Console
 from tests.support.command import deltasync
 from tests.support.programs import ROOT, run_program
 
+from deltasync.client.shared.layout import DIRECTORY
 from deltasync.trainer.example.demo import DemoOptions, run_demo
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 
@@ -80,6 +81,16 @@ def test_predictors_hold_and_answer_what_the_trainer_s_model_does_quantised_anew
     assert report["events_evaluated"] == 2000
     assert report["outputs_compared"] == 4000 % 128
     assert 0 < report["bytes_received"] < report["bytes_published"], "quantised, against fp32 as it is published"
+
+
+@pytest.mark.nightly
+def test_all_workers_over_one_mirror_answer_what_the_trainer_s_model_does(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "--serve", "shared")
+    assert [report[f"{what}_equal"] for what in ("rows", "outputs")] == [True, True]
+    assert report["workers"] == 4, "and the demo fails unless all of them answer, and alike"
+    assert report["answers"]["count"] == BATCHES
+    assert report["outputs_compared"] == 2 * (4000 % 128), "of the workers, and of a replica beside them"
+    assert not list(DIRECTORY.glob("deltasync-demo-*")), "the memory is free again"
 
 
 @pytest.mark.nightly

@@ -1,13 +1,16 @@
 """The example predictor as a process: from a service's releases to answers over HTTP."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tests.support.deployments import COMMAND
 from tests.support.ports import free_port
 from tests.support.process import environment
 from tests.support.programs import killed
@@ -32,6 +36,7 @@ from deltasync.client import (
     TableSpec,
     ValueType,
 )
+from deltasync.client.shared.layout import folder_of
 from deltasync.core.tables import matrix_shape
 from deltasync.trainer.example.model import ClickModel, outputs, quantised
 from deltasync.trainer.example.options import ModelOptions, arguments
@@ -76,11 +81,12 @@ class Trainer:
         part = Part(step=self._step, step_end_unix_ns=now, event_time_unix_ns=now, rows=rows, full=True)
         return self._publisher.publish(part).result(DEADLINE_SECONDS).number
 
-    def scores(self) -> torch.Tensor:
-        """Of the events of BODY, by the model quantised anew."""
+    def scores(self, value_type: ValueType) -> torch.Tensor:
+        """Of the events of BODY, by the model, quantised anew if that is the type."""
         copy = ClickModel(OPTIONS).eval()
         copy.load_state_dict(self.model.state_dict())
-        return outputs(quantised(copy, INT8), batch_of(BODY, OPTIONS.ids))
+        served = quantised(copy, value_type) if value_type.tbe_bits else copy
+        return outputs(served, batch_of(BODY, OPTIONS.ids))
 
     def close(self) -> None:
         self._publisher.close()
@@ -114,6 +120,29 @@ def predictor(service: RunningService, consumer: str) -> "Iterator[Predictor]":
         yield Predictor(process, f"http://127.0.0.1:{port}")
 
 
+@contextmanager
+def workers(service: RunningService, consumer: str) -> "Iterator[Predictor]":
+    """Two workers over one mirror, which are started before it."""
+    port, name = free_port(), f"test-{os.getpid()}"
+    follow = [*COMMAND, "mirror", name, "--consumer", consumer, "--service", service.grpc]
+    command = [sys.executable, "-m", "deltasync.trainer.example.workers", name, "--http-port", str(port)]
+    command += [*arguments(OPTIONS), "--workers", "2"]
+    try:
+        with (
+            killed(subprocess.Popen(command, env=environment(), process_group=0)) as process,
+            killed(subprocess.Popen(follow, env=environment())),
+        ):
+            try:
+                yield Predictor(process, f"http://127.0.0.1:{port}")
+                process.terminate()
+                assert process.wait(DEADLINE_SECONDS) == 0
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # Also workers that go on.
+    finally:
+        shutil.rmtree(folder_of(name), ignore_errors=True)
+
+
 class Predictor:
     def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
         self.process, self._url = process, url
@@ -145,22 +174,34 @@ def _serves(version: int, metrics: httpx.Response) -> bool:
     return f"predictor_version {version}.0" in metrics.text
 
 
+@pytest.mark.parametrize(
+    ("served", "consumer", "value_type", "processes"),
+    [(predictor, INT8.value, INT8, 1), (workers, "predictors", ValueType.FP32, 2)],
+    ids=["quantised", "workers"],
+)
 def test_every_answer_is_that_of_one_version_while_releases_come(
-    service: RunningService, trainer: Trainer
+    service: RunningService,
+    trainer: Trainer,
+    served: "Callable[[RunningService, str], AbstractContextManager[Predictor]]",
+    consumer: str,
+    value_type: ValueType,
+    processes: int,
 ) -> None:
     trainer.publish()
-    expected = {1: trainer.scores()}
-    with predictor(service, INT8.value) as asked, ThreadPoolExecutor(2) as threads:
+    expected = {1: trainer.scores(value_type)}
+    with served(service, consumer) as asked, ThreadPoolExecutor(16) as threads:
         asked.await_that("/ready", lambda answer: answer.status_code == 200)
         begun, ended = threading.Barrier(3), threading.Event()
         answers = [threads.submit(lambda: list(_until(ended, begun, asked.predict))) for _ in range(2)]
         begun.wait(DEADLINE_SECONDS)
         for _ in range(20):
             version = trainer.publish()
-            expected[version] = trainer.scores()
+            expected[version] = trainer.scores(value_type)
             asked.await_that("/metrics", partial(_serves, version))
         ended.set()
         found = [answer for each in answers for answer in each.result()]
+        while len({answer["worker"] for answer in found}) < processes:
+            found += threads.map(lambda _: asked.predict(), range(16))
     assert {1, version} <= {answer["version"] for answer in found}, "releases came in between"
     for answer in found:
         assert torch.equal(torch.tensor(answer["scores"], dtype=torch.float32), expected[answer["version"]])

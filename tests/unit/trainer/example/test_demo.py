@@ -75,6 +75,7 @@ def test_predictors_are_two_fleets_of_which_one_is_frozen() -> None:
         (["--model", "x"], "'x' is not one of"),
         (["--serve", "int2"], "'int2' is not one of"),
         (["--serve", "int8", "--dtype", "fp16"], "leave out --dtype, or use --dtype int8-tbe"),
+        (["--serve", "shared", "--model", "mch"], "--serve shared serves rows as they are trained"),
         (["--kill-service-at", "0.5"], "No such option"),
         (["--plot", "auc.png"], "--plot needs --poison-at"),
         (["--plot", "nowhere/auc.png", "--poison-at", "0.5"], "there is no folder nowhere"),

@@ -35,7 +35,7 @@ class Fed:
     """A target whose releases are applied one after the other in a thread of their own."""
 
     def __init__(self, last_step: float, most_behind: float) -> None:
-        self.target = HeldTarget(torch.nn.Linear(2, 4, bias=False), last_step, most_behind)
+        self.target = HeldTarget(torch.nn.Linear(2, 4, bias=False), last_step=last_step, most_behind=most_behind)
         self._thread = ThreadPoolExecutor(1)
 
     def feed(self, step: int) -> "Future[Written | None]":

@@ -57,6 +57,7 @@ def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
         "bytes_received": 28_500_000,
         "policy": {"value_type": "fp32", "top_k": None},
         "answers": None,
+        "workers": 0,
         **{f"{what}_equal": True for what in WHATS},
         **{f"{what}_compared": 10 for what in WHATS},
         "evictions": 0,

@@ -39,6 +39,7 @@ MODEL = "clicks"
 IN_SYNC = frozenset({"in sync"})
 CURRENT = frozenset({"in sync", "current"})
 _SYNTHETIC_EVENTS = 75_000
+_WORKERS = 4
 # Many processes import PyTorch before they are ready, perhaps on few cores.
 _PATIENCE_SECONDS = 300.0
 _POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
@@ -53,6 +54,7 @@ _LEAST_EVENTS = 12_000
 class Fleet:
     """A consumer and its replicas, whose names are unique among all fleets.
 
+    The first replica of a fleet with `workers` is a mirror, over which that number of predictor processes answers.
     The replicas of a `frozen` fleet are predictors that apply no release in the second half. The demo does not
     wait for them at the end. `arguments` are further arguments of the replicas.
     """
@@ -61,6 +63,7 @@ class Fleet:
     replicas: tuple[str, ...]
     policy: Policy
     frozen: bool = False
+    workers: int = 0
     arguments: tuple[str, ...] = ()
 
     @property
@@ -79,6 +82,7 @@ class DemoOptions:
     ranks: int = 2
     publish_every: int = 2
     policy: Policy = field(default_factory=Policy)
+    workers: int = 0
     secure: bool = False
     hold: bool = False
     poison_at: float | None = None
@@ -93,7 +97,7 @@ class DemoOptions:
                 Fleet("canary", ("replica-canary",), self.policy, arguments=(*live, "--object-below", "0.85")),
                 Fleet("followers", ("replica-follower",), self.policy),
             ]
-        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
+        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy, workers=self.workers)
         if not synced.serves:
             return [synced]
         frozen = Fleet("frozen", ("replica-1",), self.policy, frozen=True)
@@ -236,6 +240,8 @@ class Run:
             for name in fleet.replicas:
                 follow = ["--consumer", fleet.consumer, "--replica", name, *fleet.arguments]
                 follow += ["--endpoint", str(self._credentials.file(name))]
+                if fleet.workers and name == fleet.replicas[0]:
+                    follow += ["--workers", str(fleet.workers)]
                 if fleet.serves:
                     follow += ["--value-type", fleet.policy.value_type.value]
                 scores_twice = not fleet.serves and self.poisoned_from is None and name == self.replicas[-1]
@@ -337,7 +343,7 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @click.option(
     "--model",
     type=click.Choice(["clicks", "mch"]),
-    help="clicks: one row per id. mch: managed collision maps raw ids to rows; the default with --serve.",
+    help="clicks: one row per id. mch: managed collision maps raw ids to rows; the default with int8 and int4.",
 )
 @flags(TrainingOptions, "training", ("input", "grad_accum", "amp"))
 @click.option("--top-k", type=float, help="Only send the rows that changed most: a share below 1, or a number.")
@@ -349,8 +355,9 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 )
 @click.option(
     "--serve",
-    type=click.Choice(["int8", "int4"]),
-    help="Run replicas as predictors that answer over HTTP, from tables that TorchRec quantises to this type.",
+    type=click.Choice(["int8", "int4", "shared"]),
+    help="Run predictors that answer over HTTP: from tables that TorchRec quantises to int8 or int4, or as four "
+    "processes from shared memory.",
 )
 @click.option(
     "--secure", is_flag=True, help="Use mutual TLS and roles: a certificate or a token for every process."
@@ -388,7 +395,8 @@ def demo(
     is frozen halfway through. At the end the demo compares every row of both replicas with the trainer's,
     including buffers and the map of raw ids if the model has any, and the replicas' outputs for the last events.
 
-    With --serve the replicas are predictors that answer over HTTP; one of them is frozen halfway through.
+    With --serve int8 or int4 the replicas are predictors that answer over HTTP; one of them is frozen halfway
+    through. With --serve shared the first replica is a mirror, and four predictor processes serve from its memory.
 
     With --poison-at there are three fleets. One is live. So is a canary, which checks its own AUC. One follows the
     canary at a distance. Once the canary objects, the demo rolls the model back to the version of the followers,
@@ -401,6 +409,13 @@ def demo(
         raise click.UsageError("--plot needs --poison-at")
     if plot and find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
+    shared = serve == "shared"
+    if shared and (dtype != "fp32" or model == "mch" or settings["poison_at"] is not None):
+        raise click.UsageError(
+            "--serve shared serves rows as they are trained: leave out --dtype, --model mch and --poison-at"
+        )
+    if shared:
+        serve, settings["workers"] = None, _WORKERS
     if serve and dtype not in ("fp32", f"{serve}-tbe"):
         raise click.UsageError(f"--serve {serve} quantises tables: leave out --dtype, or use --dtype {serve}-tbe")
     try:

@@ -8,12 +8,14 @@ python -m deltasync.trainer.example.predictor --service localhost:50051 --consum
 import asyncio
 import json
 import math
+import os
 import signal
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import click
 import numpy as np
@@ -26,6 +28,7 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from torch import nn
 
+from deltasync.base.decision import Decision
 from deltasync.base.logs import log_to_stderr
 from deltasync.base.process import keep_freed_memory
 from deltasync.cli.config import CONTEXT
@@ -33,6 +36,7 @@ from deltasync.cli.endpoint_options import service_options
 from deltasync.client import (
     DeltasyncError,
     InvalidInput,
+    Position,
     Release,
     ServiceUnavailable,
     Subscriber,
@@ -40,10 +44,11 @@ from deltasync.client import (
     ValueType,
     Written,
 )
+from deltasync.client.targets.target import Reading
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.seal import seconds_behind
 from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
-from deltasync.trainer.example.model import QUANTISED, ClickBatch, ClickModel, click_batch, quantised
+from deltasync.trainer.example.model import QUANTISED, ClickBatch, ClickModel, click_batch, outputs, quantised
 from deltasync.trainer.example.options import ModelOptions, flags
 
 MOST_EVENTS = 1024
@@ -92,6 +97,7 @@ class Prediction(BaseModel):
         step: the trainer's step of that version; null if unknown.
         age_seconds: time since the newest event that it was trained on, or since its step ended; null if unknown.
         age_of: the start of `age_seconds`: `event` or `step`.
+        worker: the id of the process that answered.
     """
 
     scores: list[float]
@@ -100,6 +106,7 @@ class Prediction(BaseModel):
     step: int | None
     age_seconds: float | None
     age_of: Literal["event", "step"]
+    worker: int
 
 
 class Served(BaseModel):
@@ -139,31 +146,85 @@ def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
     return click_batch(features)
 
 
-class MeteredTarget(TorchTarget):
-    """A target with the predictor's metrics for Prometheus."""
+class Replica(Protocol):
+    """The state of a replica, such as that of a `Subscriber`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.registry = its = CollectorRegistry()
+    @property
+    def ready(self) -> bool:
+        """See `Subscriber`."""
+
+    @property
+    def readiness(self) -> Decision:
+        """See `Subscriber`."""
+
+    @property
+    def version(self) -> Position:
+        """See `Subscriber`."""
+
+    @property
+    def event_time_unix_ns(self) -> int | None:
+        """See `Subscriber`."""
+
+    def check(self) -> None:
+        """See `Subscriber`."""
+
+
+class Source(ABC):
+    """A model that a replica keeps fresh, and the predictor's metrics for Prometheus."""
+
+    def __init__(self, *, one_process: bool = True) -> None:
+        """Create the metrics.
+
+        Args:
+            one_process: whether one process answers all requests. Several would each count their own.
+        """
+        self.registry = CollectorRegistry()
         self.predict_seconds = Histogram(
-            "predictor_predict_seconds", "Time per request, including waits for a release.", registry=its
+            "predictor_predict_seconds",
+            "Time per request, including waits for a release.",
+            registry=self.registry if one_process else None,
         )
-        self.rows = Counter("predictor_rows_applied", "Rows of releases, including deletes.", registry=its)
-        self.apply_seconds = Histogram("predictor_apply_seconds", "Time to apply a release.", registry=its)
 
-    def watch(self, subscriber: Subscriber) -> None:
-        """Add metrics of a subscriber."""
+    @abstractmethod
+    def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
+        """Log odds of the events, and the version of the model that made all of them."""
+
+    @abstractmethod
+    def newest(self) -> Reading:
+        """The version that is served."""
+
+    def watch(self, replica: Replica) -> None:
+        """Add metrics of a replica."""
 
         def age() -> float:
-            behind = seconds_behind(subscriber.event_time_unix_ns, time.time_ns())
+            behind = seconds_behind(replica.event_time_unix_ns, time.time_ns())
             return math.nan if behind is None else behind
 
         for name, text, value in (
-            ("ready", "1 while /ready answers 200.", lambda: subscriber.ready),
-            ("version", "The model version that is served.", lambda: subscriber.version.number),
+            ("ready", "1 while /ready answers 200.", lambda: replica.ready),
+            ("version", "The model version that is served.", lambda: replica.version.number),
             ("event_age_seconds", "Age of the newest event that this version has seen; NaN if unknown.", age),
         ):
             Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
+
+
+class MeteredTarget(TorchTarget, Source):
+    """A target with the predictor's metrics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        TorchTarget.__init__(self, module)
+        Source.__init__(self)
+        self.rows = Counter(
+            "predictor_rows_applied", "Rows of releases, including deletes.", registry=self.registry
+        )
+        self.apply_seconds = Histogram(
+            "predictor_apply_seconds", "Time to apply a release.", registry=self.registry
+        )
+
+    def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
+        """See `Source`. Several threads may call this."""
+        with self.reading() as reading:
+            return outputs(cast("ClickModel", reading.module), batch), reading
 
     def apply(self, release: Release) -> Written | None:
         """See `TorchTarget.apply`. Returns its result, which proves that the rows were written."""
@@ -173,11 +234,11 @@ class MeteredTarget(TorchTarget):
         return written
 
 
-def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
+def predict(source: Source, ids: Mapping[str, int], body: bytes) -> Prediction:
     """Answer a request with one version of the model. Several threads call this at the same time."""
     batch = batch_of(body, ids)
-    with target.reading() as reading, torch.inference_mode():
-        scores = cast("ClickModel", reading.module).logits(batch.dense, batch.sparse)
+    with torch.inference_mode():
+        scores, reading = source.scores(batch)
     if not scores.isfinite().all():
         raise DeltasyncError(f"version {reading.version} of the model gives scores that are not finite")
     return Prediction(
@@ -187,12 +248,13 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
         step=reading.step,
         age_seconds=reading.age_seconds,
         age_of="step" if reading.event_time_unix_ns is None else "event",
+        worker=os.getpid(),
     )
 
 
-def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, int], threads: int) -> FastAPI:
+def create_app(source: Source, replica: Replica, ids: Mapping[str, int], threads: int) -> FastAPI:
     """The HTTP application. Its event loop answers probes while forwards run in threads."""
-    target.watch(subscriber)
+    source.watch(replica)
     app = FastAPI(title="predictor")
     forwards, places = ThreadPoolExecutor(threads, "forward"), asyncio.Semaphore(threads + MOST_WAITING)
 
@@ -204,9 +266,9 @@ def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, 
     @app.get("/ready")
     async def ready() -> Served:
         """Say whether to send requests here, and which version answers them; a 503 says why not."""
-        if not subscriber.ready:
-            raise ServiceUnavailable(f"not ready: {subscriber.readiness.reason}")
-        served = target.newest()
+        if not replica.ready:
+            raise ServiceUnavailable(f"not ready: {replica.readiness.reason}")
+        served = source.newest()
         return Served(version=served.version, kept=served.kept)
 
     @app.post("/predict")
@@ -217,14 +279,14 @@ def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, 
         if places.locked():
             raise ServiceUnavailable(f"busy: {MOST_WAITING} requests are already waiting; try again later")
         async with places:
-            with target.predict_seconds.time():
-                return await asyncio.get_running_loop().run_in_executor(forwards, predict, target, ids, body)
+            with source.predict_seconds.time():
+                return await asyncio.get_running_loop().run_in_executor(forwards, predict, source, ids, body)
 
     @app.get("/livez")
     async def livez() -> str:
         """Say whether to leave the process running, ready or not; a 500 says why not."""
         try:
-            subscriber.check()
+            replica.check()
         except Exception as error:  # Whatever the error is, a new process may fix it.
             raise HTTPException(500, f"the subscriber has stopped: {error}") from error
         return "alive"
@@ -232,7 +294,7 @@ def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, 
     @app.get("/metrics")
     async def scrape() -> Response:
         """The metrics, for Prometheus."""
-        return Response(generate_latest(target.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(source.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

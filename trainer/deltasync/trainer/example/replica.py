@@ -8,12 +8,17 @@ for a slow trainer.
 import copy
 import json
 import math
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
@@ -29,11 +34,22 @@ from deltasync.base.logs import log_to_stderr
 from deltasync.base.process import keep_freed_memory, listening_socket
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.client import Admin, Release, Subscriber, SubscriberOptions, ValueType, Written
-from deltasync.trainer.example.compare import save_state
+from deltasync.client import (
+    Admin,
+    Release,
+    SharedReader,
+    SharedTarget,
+    Subscriber,
+    SubscriberOptions,
+    ValueType,
+    Written,
+)
+from deltasync.client.shared.layout import folder_of
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.trainer.example.compare import Tables, save_state
 from deltasync.trainer.example.features import Features, Featurizer
 from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows
-from deltasync.trainer.example.options import ModelOptions, StreamOptions, flags
+from deltasync.trainer.example.options import ModelOptions, StreamOptions, arguments, flags
 from deltasync.trainer.example.predictor import MeteredTarget, create_app, request_of
 from deltasync.trainer.example.processes import DemoFailed
 from deltasync.trainer.example.report import auc
@@ -45,18 +61,20 @@ RECENT_BATCHES = 16
 Logits = NDArray[np.float32]
 
 
-class HeldTarget(MeteredTarget):
-    """Applies a release only after its batches are scored, and no release of a step after `last_step`.
+class Held:
+    """Makes a target apply a release only after its batches are scored, and none of a step after `last_step`.
 
-    Each reading scores one batch. It waits for a release that lacks at most `most_behind` of the scored batches,
-    until the model is rolled back.
+    With `most_behind` a batch waits for a release that lacks at most this many of the scored batches, until the
+    model is rolled back.
 
     Attributes:
         receipts: version, step and unix nanoseconds of each release `applied`, and `received_bytes`.
     """
 
-    def __init__(self, module: nn.Module, last_step: float = math.inf, most_behind: float = math.inf) -> None:
-        super().__init__(module)
+    def __init__(
+        self, *args: Any, last_step: float = math.inf, most_behind: float = math.inf, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
         self.receipts: dict[str, Any] = {"applied": [], "received_bytes": []}
         self._last_step, self._scored, self._stopping = last_step, 0, False
         self._most_behind, self._newest = most_behind, 0
@@ -70,19 +88,19 @@ class HeldTarget(MeteredTarget):
             self._newest = release.step
             self._moved.notify_all()
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
-        written = super().apply(release)
+        written: Written | None = super().apply(release)  # type: ignore[misc]
         if not release.more:
             self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
             self.receipts["received_bytes"].append(release.bytes)
         return written
 
-    @contextmanager
-    def reading(self) -> Iterator[Any]:
-        """See `TorchTarget.reading`."""
+    def wait_for_release(self) -> None:
+        """Wait until the next batch may be scored."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopping or self._scored <= self._newest + self._most_behind)
-        with super().reading() as reading:
-            yield reading
+
+    def count_batch(self) -> None:
+        """Note that one more batch is scored."""
         with self._moved:
             self._scored += 1
             self._moved.notify_all()
@@ -92,6 +110,22 @@ class HeldTarget(MeteredTarget):
         with self._moved:
             self._stopping = True
             self._moved.notify_all()
+
+
+class HeldTarget(Held, MeteredTarget):
+    """A predictor's target. Each reading scores one batch."""
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """See `TorchTarget.reading`."""
+        self.wait_for_release()
+        with super().reading() as reading:
+            yield reading
+        self.count_batch()
+
+
+class HeldMirror(Held, SharedTarget):
+    """The target of a mirror, whose workers score the batches."""
 
 
 class InProcess:
@@ -115,33 +149,94 @@ class InProcess:
 
 
 class OverHttp:
-    """Scores batches with the example predictor in this process, over HTTP, and measures its response times."""
+    """Scores batches with a predictor over HTTP, and measures its response times."""
 
-    def __init__(self, target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, stack: ExitStack) -> None:
-        # Use one thread, like the model whose outputs the answers are compared with.
-        app = create_app(target, subscriber, sizes.ids, threads=1)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        listener = stack.enter_context(listening_socket("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        stack.callback(thread.join)
-        stack.callback(setattr, server, "should_exit", True)
-        thread.start()
-        self._port = listener.getsockname()[1]
+    def __init__(self, port: int) -> None:
+        self._port = port
         self.answers: dict[str, list[float]] = {"seconds": [], "age_seconds": []}
+
+    def says(self, path: str) -> bool:
+        """Whether it answers a probe with 200."""
+        try:
+            return self._ask("GET", path)[0] == 200
+        except OSError:
+            return False
 
     def scores(self, features: Features) -> dict[str, Logits]:
         """Log odds from the current rows, as `logit`; DemoFailed if the predictor refuses."""
-        begun, connection = time.monotonic(), HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
-        connection.request("POST", "/predict", request_of(features), {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            status, body = response.status, response.read()
-        connection.close()
-        if status != 200:
-            raise DemoFailed(f"the predictor answered {status}: {body.decode(errors='replace')}")
-        answer = json.loads(body)
+        begun = time.monotonic()
+        answer = self.answer(features)
         self.answers["seconds"].append(time.monotonic() - begun)
         self.answers["age_seconds"].append(answer["age_seconds"])
         return {"logit": np.array(answer["scores"], np.float32)}
+
+    def answer(self, features: Features) -> dict[str, Any]:
+        """The answer for a batch; DemoFailed if the predictor refuses."""
+        status, body = self._ask("POST", "/predict", request_of(features))
+        if status != 200:
+            raise DemoFailed(f"the predictor answered {status}: {body.decode(errors='replace')}")
+        answer: dict[str, Any] = json.loads(body)
+        return answer
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
+        with closing(connection):
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+
+def serve(target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, stack: ExitStack) -> OverHttp:
+    """Run the example predictor in this process."""
+    # Use one thread, like the model whose outputs the answers are compared with.
+    app = create_app(target, subscriber, sizes.ids, threads=1)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    listener = stack.enter_context(listening_socket("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    stack.callback(thread.join)
+    stack.callback(setattr, server, "should_exit", True)
+    thread.start()
+    return OverHttp(listener.getsockname()[1])
+
+
+class Workers(OverHttp):
+    """Scores batches with worker processes over a mirror, whose target is in this process."""
+
+    def __init__(
+        self, mirror: str, workers: int, target: HeldMirror, sizes: ModelOptions, stack: ExitStack
+    ) -> None:
+        with listening_socket("127.0.0.1", 0) as listener:
+            super().__init__(listener.getsockname()[1])
+        command = [sys.executable, "-m", "deltasync.trainer.example.workers", mirror, "--workers", str(workers)]
+        process = subprocess.Popen([*command, "--http-port", str(self._port), *arguments(sizes)])
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        self._target, self._workers = target, workers
+        while not self.says("/livez"):  # Before it subscribes, because the demo starts when it has the model.
+            if process.poll() is not None:
+                raise DemoFailed(f"the workers ended with status {process.returncode}")
+            time.sleep(_CHECK_SECONDS)
+
+    def scores(self, features: Features) -> dict[str, Logits]:
+        """See `OverHttp`."""
+        found = super().scores(features)
+        self._target.count_batch()
+        return found
+
+    def scores_of_all(self, features: Features) -> dict[str, Logits]:
+        """The log odds that every worker answers; DemoFailed if they differ, or a worker does not answer."""
+        scores, ends = dict[int, list[float]](), time.monotonic() + _ANSWER_SECONDS
+        with ThreadPoolExecutor(4 * self._workers) as threads:
+            while len(scores) < self._workers:
+                # The system chooses who answers, so ask all of them at the same time.
+                for each in threads.map(self.answer, [features] * 4 * self._workers):
+                    scores[each["worker"]] = each["scores"]
+                if time.monotonic() > ends:
+                    raise DemoFailed(f"{len(scores)} of {self._workers} workers answered")
+        logits = [np.array(each, np.float32) for each in scores.values()]
+        if any(each.tobytes() != logits[0].tobytes() for each in logits):
+            raise DemoFailed("the workers' answers differ")
+        return {"logit": logits[0]}
 
 
 class Check:
@@ -183,6 +278,9 @@ class Check:
     help="Run a predictor that answers over HTTP from tables quantised to this type.",
 )
 @click.option(
+    "--workers", type=click.IntRange(1), help="Run a mirror, and predictors in so many processes over it."
+)
+@click.option(
     "--freeze-at", type=int, help="From this event on, also score with a frozen copy, or apply no release."
 )
 @click.option(
@@ -194,6 +292,7 @@ def main(
     stream: StreamOptions,
     sizes: ModelOptions,
     value_type: str | None,
+    workers: int | None,
     freeze_at: int | None,
     most_behind: int | None,
     object_below: float | None,
@@ -204,22 +303,29 @@ def main(
     log_to_stderr()
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    model = ClickModel(sizes).eval()
+    model, mirror = ClickModel(sizes).eval(), f"demo-{os.getpid()}"
     if value_type:
         model = quantised(model, ValueType(value_type))
-    last_step = freeze_at // stream.batch_size if value_type and freeze_at else math.inf
-    target = HeldTarget(model, last_step, math.inf if most_behind is None else most_behind)
     check = None
     if object_below is not None:
         check = Check(partial(Admin(settings["service"]).object, settings["consumer"]), object_below)
     featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, NDArray[Any]]]()
     with ExitStack() as stack:
-        subscriber = stack.enter_context(Subscriber(SubscriberOptions(**settings), target))
-        stack.callback(target.stop)
-        over_http = OverHttp(target, subscriber, sizes, stack) if value_type else None
-        scorer = over_http or InProcess(target, freeze_at)
+        scorer: Workers | OverHttp | InProcess
+        if workers:
+            stack.callback(shutil.rmtree, folder_of(mirror))
+            held = HeldMirror(mirror, settings["consumer"])
+            stack.callback(held.close)
+            scorer = Workers(mirror, workers, held, sizes, stack)
+            subscriber = _subscribed(held, stack, on_readiness=held.note_readiness, **settings)
+        else:
+            last_step = freeze_at // stream.batch_size if value_type and freeze_at else math.inf
+            behind = math.inf if most_behind is None else most_behind
+            target = HeldTarget(model, last_step=last_step, most_behind=behind)
+            subscriber = _subscribed(target, stack, **settings)
+            scorer = serve(target, subscriber, sizes, stack) if value_type else InProcess(target, freeze_at)
         with suppress(KeyboardInterrupt):
-            while over_http and not subscriber.ready:
+            while isinstance(scorer, OverHttp) and not scorer.says("/ready"):
                 time.sleep(_CHECK_SECONDS)
             for events, _ in play(stream, sizes):
                 batches.append(featurizer.features(events))
@@ -230,19 +336,40 @@ def main(
             while True:
                 subscriber.check()
                 time.sleep(_CHECK_SECONDS)
-        last = scorer.scores(batches[-1])
+        last = scorer.scores_of_all(batches[-1]) if isinstance(scorer, Workers) else scorer.scores(batches[-1])
+        if workers:
+            rows, receipts = mirrored_rows(mirror), held.receipts
+        else:
+            rows = served_rows(model) if value_type else own_rows(target, model)
+            receipts = target.receipts
     # Write everything for the comparison: scores, outputs of the final rows for the last batch, and the rows.
     name = settings["replica"]
     columns = {key: np.concatenate([getattr(each, key) for each in batches]) for key in ("index", "label")}
     columns |= {key: np.concatenate([each[key] for each in scores]) for key in last}
     np.savez(results / f"scores-{name}.npz", allow_pickle=False, **columns)
     np.savez(results / f"outputs-{name}.npz", logit=last["logit"])
-    buffers = dict(model.named_buffers())
-    plain = {key: rows.numpy() for key, rows in target.tables().items() if key not in buffers}
-    np.savez(results / f"tables-{name}.npz", allow_pickle=False, **(served_rows(model) if value_type else plain))
+    np.savez(results / f"tables-{name}.npz", allow_pickle=False, **rows)
     save_state(model, results / f"state-{name}.pt")
-    facts = target.receipts | {"answers": scorer.answers, "objected_at": check.objected_at if check else None}
+    facts = receipts | {"answers": scorer.answers, "objected_at": check.objected_at if check else None}
     (results / f"{name}.json").write_text(json.dumps(facts))
+
+
+def _subscribed(target: HeldTarget | HeldMirror, stack: ExitStack, **settings: Any) -> Subscriber:
+    subscriber = stack.enter_context(Subscriber(SubscriberOptions(**settings), target))
+    stack.callback(target.stop)
+    return subscriber
+
+
+def own_rows(target: TorchTarget, model: nn.Module) -> Tables:
+    """The rows of a model that is not quantised, without its buffers."""
+    buffers = dict(model.named_buffers())
+    return {key: rows.numpy() for key, rows in target.tables().items() if key not in buffers}
+
+
+def mirrored_rows(mirror: str) -> Tables:
+    """The rows in the memory of a mirror."""
+    with SharedReader(mirror).reading() as reading:
+        return {name: rows.copy() for name, rows in reading.tables.items()}
 
 
 if __name__ == "__main__":

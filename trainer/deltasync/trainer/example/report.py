@@ -107,6 +107,7 @@ def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
         "events": events,
         "freshness_seconds": _spread(fresh),
         "answers": answers,
+        "workers": options.workers,
         "steps": facts[0]["steps"],
         "versions": facts[0]["versions"],
         "cuts_absorbed": facts[0]["absorbed"],
@@ -137,6 +138,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Print the report as text."""
     answers, fresh, maps = report["answers"], report["freshness_seconds"], report["map_compared"]
     who = ("quantised predictor, synced", "quantised predictor,") if answers else ("synced replica", "replica")
+    if report["workers"]:
+        who = f"{report['workers']} predictor processes over one mirror", "replica"
     table = Table(title=f"second half of the stream: {report['events_evaluated']:,} events", title_justify="left")
     table.add_column("scored by")
     for column in ("AUC", "log loss"):
@@ -165,7 +168,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     releases = ", of released rows" if report["policy"]["top_k"] else ""
     line("freshness", f"{tail(fresh)}   max {fresh['max']:.3f} s{releases}")
     if answers:
-        line("answers", f"{answers['count']:,} over HTTP by the synced predictor, {tail(answers['seconds'])}")
+        by = "the workers" if report["workers"] else "the synced predictor"
+        line("answers", f"{answers['count']:,} over HTTP by {by}, {tail(answers['seconds'])}")
         line("age", f"{tail(answers['age_seconds'])}, of the newest event that the answer's version has seen")
     line("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows")
     pushes = f"full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much"

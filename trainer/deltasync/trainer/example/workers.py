@@ -1,0 +1,141 @@
+"""The predictor as several worker processes, which serve from the shared memory of a mirror without a copy.
+
+deltasync mirror clicks --consumer predictors
+python -m deltasync.trainer.example.workers clicks --workers 4
+
+The workers share one socket. Each answers like `predictor`, by itself.
+"""
+
+import contextlib
+import signal
+import time
+from functools import partial
+
+import click
+import torch
+import uvicorn
+from fastapi import FastAPI
+from torch.func import functional_call
+from uvicorn.supervisors import Multiprocess
+
+from deltasync.base.decision import Decision
+from deltasync.base.logs import log_to_stderr
+from deltasync.cli.config import CONTEXT
+from deltasync.client import NotFound, Position, ServiceUnavailable, SharedReader
+from deltasync.client.shared.torch_tensors import tensors_for
+from deltasync.client.targets.target import Reading
+from deltasync.trainer.example.model import ClickBatch, ClickModel
+from deltasync.trainer.example.options import ModelOptions, flags
+from deltasync.trainer.example.predictor import DRAIN_SECONDS, Source, create_app
+
+_LOOK_SECONDS = 0.5
+# The supervisor restarts a worker that does not answer for this long, also one that still imports torch.
+_START_SECONDS = 120
+
+
+class MirroredModel(Source):
+    """A model that serves from the shared memory of a mirror, without a copy of its own."""
+
+    def __init__(self, reader: SharedReader, sizes: ModelOptions) -> None:
+        super().__init__(one_process=False)
+        self._reader = reader
+        # Uninitialised parameters take no memory, because nobody writes to them.
+        self._model = ClickModel(sizes, torch.device("meta")).to_empty(device="cpu").eval()
+        self._names = {name for name, _ in self._model.named_parameters()}
+        self._known: tuple[Position, dict[str, torch.Tensor]] = (Position(), {})
+
+    def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
+        """See `Source`. Only one thread may call this, because the model is bound to the version."""
+        with self._reader.reading() as reading:
+            if reading.position != self._known[0]:  # Finding the tensors takes longer than a forward.
+                found = tensors_for(self._model, reading)
+                if lacking := self._names - found.keys():
+                    raise NotFound(f"mirror {self._reader.name!r} has no table for {', '.join(sorted(lacking))}")
+                self._known = reading.position, found
+            _, (_, logits, _) = functional_call(self._model, self._known[1], (batch,))
+        return logits, reading
+
+    def newest(self) -> Reading:
+        """The version that is served; 0 before the first release."""
+        try:
+            return self._reader.version()
+        except ServiceUnavailable:
+            return Reading()
+
+    @property
+    def version(self) -> Position:
+        """The position of that version."""
+        return self.newest().position
+
+    @property
+    def event_time_unix_ns(self) -> int | None:
+        """See `Reading`."""
+        return self.newest().event_time_unix_ns
+
+    @property
+    def readiness(self) -> Decision:
+        """Whether the mirror's replica is ready, and why."""
+        return self._reader.readiness
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is ready."""
+        return self.readiness.yes
+
+    def check(self) -> None:
+        """A worker can always go on: if its mirror has stopped, it waits for the next one."""
+
+
+def application(mirror: str, sizes: ModelOptions) -> FastAPI:
+    """The application of a worker process."""
+    log_to_stderr()
+    torch.set_num_threads(1)
+    model = MirroredModel(SharedReader(mirror), sizes)
+    return create_app(model, model, sizes.ids, threads=1)
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("mirror")
+@click.option("--workers", type=click.IntRange(1), default=2, help="Processes.")
+@flags(ModelOptions, "sizes", ("users", "items", "cross_buckets", "dim", "hidden"))
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8081, help="Port to listen on.")
+def main(mirror: str, workers: int, sizes: ModelOptions, host: str, http_port: int) -> None:
+    """Score events over HTTP until SIGTERM, from the shared memory MIRROR of this host.
+
+    Waits until there is a mirror of that name. Its consumer sends rows as they are trained, not quantised.
+    """
+    log_to_stderr()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    config = uvicorn.Config(
+        partial(application, mirror, sizes),
+        factory=True,
+        workers=workers,
+        host=host,
+        port=http_port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_worker_healthcheck=_START_SECONDS,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        _wait_for(mirror)
+        Multiprocess(config, [config.bind_socket()]).run()
+
+
+def _wait_for(mirror: str) -> None:
+    told = False
+    while True:
+        try:
+            SharedReader(mirror)
+        except NotFound as error:
+            if not told:
+                click.echo(f"waiting for the mirror: {error}", err=True)
+            told = True
+            time.sleep(_LOOK_SECONDS)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    main()
