@@ -97,7 +97,7 @@ class Following:
             elif consumer.follows:
                 first, why = consumer.follows.kept, "where it is"
             else:
-                lines = await asyncio.to_thread(_lines, model.log, distance)
+                lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
                 proven, why = next_version(None, distance, kept, lines, other.objection, time.time_ns())
                 if proven is None:
                     raise NotFound(
@@ -128,13 +128,19 @@ class Following:
     async def withdraw(self, name: str, by: str = ITSELF) -> Consumer:
         """Withdraw the objection of a consumer, if one is in force.
 
+        Followers then go on to versions that it serves from now on, not to earlier ones.
+
         Raises:
             NotFound: no consumer has that name.
-            StorageFailed: the change could not be written.
+            ServiceUnavailable: its model is still recovering.
+            StorageFailed: the history could not be read, or the change could not be written.
         """
         consumer = self._consumers.get(name)
         if (objection := consumer.objection) and objection.in_force:
-            await self._registry.object(name, replace(objection, until_unix_ns=time.time_ns()))
+            lines = await asyncio.to_thread(_lines, self._models.model(consumer.model).log, name, 0.0)
+            version, now_unix_ns = lines[-1].proven_by_all if lines else 0, time.time_ns()
+            withdrawn = replace(objection, until_unix_ns=now_unix_ns, until_version=version)
+            await self._registry.object(name, withdrawn)
             text = f"withdrawn: {objection.reason}"
             self._events.emit(EventKind.CONSUMER_OBJECTS, text, consumer=name, model=consumer.model, by=by)
         return consumer
@@ -177,7 +183,7 @@ class Following:
             return
         self._due[name] = time.monotonic() + min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
         kept = [each for each in await _kept(model) if _is_past(each, model)]
-        lines = await asyncio.to_thread(_lines, model.log, distance)
+        lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
         if follows is None or consumer.follows is not follows or self._objection(distance):
             return
         other = self._registry.consumers.get(distance.after)
@@ -273,7 +279,7 @@ def _is_past(kept: KeptVersion, model: Model) -> bool:
     return True
 
 
-def _lines(log: LogStore, distance: Distance) -> list[HistoryLine]:
-    """The history of the other consumer for as long as the distance covers, and some more. Blocks."""
-    seconds = distance.behind_seconds + 2 * REPEAT_SECONDS
-    return list(read_lines(log, distance.after, max(0, time.time_ns() - int(seconds * 1e9))))
+def _lines(log: LogStore, consumer: str, seconds: float) -> list[HistoryLine]:
+    """The history of a consumer for some seconds, and of the time that lines may be apart. Blocks."""
+    first = time.time_ns() - int((seconds + 2 * REPEAT_SECONDS) * 1e9)
+    return list(read_lines(log, consumer, max(0, first)))

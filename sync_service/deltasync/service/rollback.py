@@ -19,7 +19,7 @@ from deltasync.core.seal import rollback_run_id
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.runs import Run
+from deltasync.cuts.runs import MAX_AHEAD_NS, Run
 from deltasync.cuts.session import Opening, PublishSession, open_session
 from deltasync.model.model import Model
 from deltasync.model.tables import key_of
@@ -86,8 +86,9 @@ async def _publish(
     """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
     step, before = kept.seal.step, coordinator.run
     specs = [table.spec for table in model.tables]
-    # Its run began after the present one, by whatever clock.
-    started = max(time.time_ns(), before.started_unix_ns + 1 if before else 0)
+    # Its run began after the present one, by whatever clock. But no run may begin far ahead of this clock.
+    now = time.time_ns()
+    started = max(now, min(before.started_unix_ns + 1, now + MAX_AHEAD_NS) if before else 0)
     run = Run(rollback_run_id(kept.version), started, 1, f"rollback by {by}")
     session, claim, rows = None, model.position, 0
     try:

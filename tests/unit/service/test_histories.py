@@ -48,3 +48,27 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
         running.cancel()
     lines = await service.histories.of("canary", 3600.0, 9)
     assert [dict(line.replicas) for line in lines] == [{"a": 0}, {"a": 1}]
+
+
+@in_service()
+async def test_a_withdrawn_objection_has_the_version_that_was_served_then(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.history._LOOK_SECONDS", 0.001)
+    session = await publish(service)
+    consumer = await service.consumers.create("canary", "clicks", Policy())
+    replica = service.registry.connect(consumer, "a", asyncio.Event())
+    service.registry.acknowledge(consumer, replica, session.coordinator.model.position)
+    replica.checked = True
+    running = asyncio.create_task(service.histories.run())
+    try:
+        async with asyncio.timeout(10):
+            while not await service.histories.of("canary", 60.0, 1):
+                await asyncio.sleep(0.001)
+    finally:
+        running.cancel()
+    await service.following.object("canary", "its AUC fell")
+    await service.following.withdraw("canary")
+    assert consumer.objection
+    assert consumer.objection.until_version == 1
+    assert not consumer.objection.in_force

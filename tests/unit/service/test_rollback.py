@@ -97,9 +97,9 @@ def held_seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSeals]:
         yield seals
 
 
-async def published(service: Service) -> str:
+async def published(service: Service, **fields: Any) -> str:
     """Publish version 1, keep it, and publish version 2. Returns the kept version."""
-    session = await publish(service)
+    session = await publish(service, **fields)
     kept = await service.versions.keep(MODEL)
     await send(session, part(2, [(0, [1], np.ones((1, 4), np.float32))]))
     await session.coordinator.settled()
@@ -151,7 +151,7 @@ async def test_a_trainer_is_not_refused_for_good_before_the_rollback_is_sealed(
 async def test_a_rollback_goes_on_if_the_operator_hangs_up(
     service: Service, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    version, rolled_back = await published(service), list[int | None]()
+    version, rolled_back = await published(service), list[object]()
 
     def listen(event: Event) -> None:
         if event.kind is EventKind.MODEL_ROLLED_BACK:
@@ -175,6 +175,16 @@ async def test_a_rollback_goes_on_if_the_operator_hangs_up(
     else:
         assert rolled_back == [3]
         assert service.models[MODEL].seals.newest_version == 3
+
+
+@in_service()
+async def test_a_clock_that_was_set_back_refuses_no_rollback(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, now = await published(service, started=time.time_ns()), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+    position = await roll_back(service.models, MODEL, version, service.events, "me")
+    assert position.number == 3
 
 
 @in_service()
