@@ -13,6 +13,7 @@ from deltasync.consumers.follow import LIVE, Distance, Follow, Objection, check_
 from deltasync.consumers.history import REPEAT_SECONDS, HistoryLine, read_lines
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.seal import seal_of
 from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
@@ -137,9 +138,12 @@ class Following:
         """
         consumer = self._consumers.get(name)
         if (objection := consumer.objection) and objection.in_force:
-            lines = await asyncio.to_thread(_lines, self._models.model(consumer.model).log, name, 0.0)
-            version, now_unix_ns = lines[-1].proven_by_all if lines else 0, time.time_ns()
-            withdrawn = replace(objection, until_unix_ns=now_unix_ns, until_version=version)
+            model = self._models.model(consumer.model)
+            lines = await asyncio.to_thread(_lines, model.log, name, 0.0)
+            version = lines[-1].proven_by_all if lines else 0
+            if model.seals.checksum_of(version):  # A rollback has the rows of the version that is kept.
+                version = seal_of(version, model.seals).rolls_back_to or version
+            withdrawn = replace(objection, until_unix_ns=time.time_ns(), until_version=version)
             await self._registry.object(name, withdrawn)
             text = f"withdrawn: {objection.reason}"
             self._events.emit(EventKind.CONSUMER_OBJECTS, text, consumer=name, model=consumer.model, by=by)

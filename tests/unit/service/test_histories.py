@@ -9,6 +9,7 @@ from tests.support.local_service import publish
 from tests.unit.support.async_tests import in_service
 
 from deltasync.core.policy import Policy
+from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
 HOUR = 3600 * 10**9
@@ -50,12 +51,17 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
     assert [dict(line.replicas) for line in lines] == [{"a": 0}, {"a": 1}]
 
 
+@pytest.mark.parametrize("rolls_back", [False, True])
 @in_service()
 async def test_a_withdrawn_objection_has_the_version_that_was_served_then(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch, rolls_back: bool
 ) -> None:
     monkeypatch.setattr("deltasync.service.history._LOOK_SECONDS", 0.001)
     session = await publish(service)
+    if rolls_back:  # The newest version has the rows of version 1 again.
+        await service.versions.keep("clicks")
+        await roll_back(service.models, "clicks", "1", service.events, "me")
+        await session.coordinator.settled()
     consumer = await service.consumers.create("canary", "clicks", Policy())
     replica = service.registry.connect(consumer, "a", asyncio.Event())
     service.registry.acknowledge(consumer, replica, session.coordinator.model.position)
