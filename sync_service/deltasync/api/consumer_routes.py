@@ -63,7 +63,7 @@ _VERSION = {
     }
 }
 _REASON = text_body("reason", "What is wrong with the version that it serves.", "its AUC fell", required=True)
-_Since = Annotated[float, Query(ge=0, description="Only lines of the last seconds.")]
+_Since = Annotated[float, Query(ge=0, le=1e9, description="Only lines of the last seconds.")]
 _Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines.")]
 
 

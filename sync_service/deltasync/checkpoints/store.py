@@ -316,7 +316,7 @@ class CheckpointStore:
         return _whole_of(place, place.names(f"{self._model}/{DATA}"))
 
     def verify(self) -> list[str]:
-        """Read every file of every checkpoint in both places. Return the problems, which name the files.
+        """Read all files of checkpoints and kept versions in both places. Return the problems, with the files.
 
         Later checkpoints do not build on files that turn out to be damaged.
         """
@@ -331,6 +331,22 @@ class CheckpointStore:
                 for file, problem in in_order(partial(_problem_of, place), files):
                     problems += [problem] if problem else []
                     progress.add(file.bytes)
+            problems += self._problems_of_kept(place)
+        return problems
+
+    def _problems_of_kept(self, place: Place) -> list[str]:
+        problems = list[str]()
+        try:
+            for each in self._kept_files(place):
+                try:
+                    unpack_kept(each.name, place.get(each.name))
+                except CheckpointDamaged as error:
+                    if each.name in {
+                        file.name for file in self._kept_files(place)
+                    }:  # Else it was released meanwhile.
+                        problems.append(f"{error}; until you remove it, no kept version can be used")
+        except PlaceFailed as error:
+            problems.append(str(error))
         return problems
 
     # Writing.

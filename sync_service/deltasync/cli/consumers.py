@@ -71,7 +71,7 @@ class _Duration(click.ParamType[float]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """See `click.ParamType`."""
-        number, unit = (value[:-1], value[-1]) if isinstance(value, str) else (value, "s")
+        number, unit = (value[:-1], value[-1:]) if isinstance(value, str) else (value, "s")
         try:
             return float(number) * {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}[unit]
         except (KeyError, ValueError):

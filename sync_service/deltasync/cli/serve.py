@@ -372,7 +372,7 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
 )
 @click.option(
     "--history-seconds",
-    type=click.FloatRange(60),
+    type=click.FloatRange(120),
     default=86_400.0,
     help="How long to store what consumers served. A consumer can follow another one at most this far behind.",
 )

@@ -92,6 +92,7 @@ class Objection:
         by: name of the person or program that raised it.
         reason: their reason.
         until_unix_ns: when it was withdrawn; None = it is in force.
+        until_version: the version that every replica had proven then. Earlier ones may be those that were bad.
 
     Raises:
         InvalidInput: the reason is empty, too long, or not printable.
@@ -101,6 +102,7 @@ class Objection:
     by: str
     reason: str
     until_unix_ns: int | None = None
+    until_version: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < len(self.reason) <= LONGEST_TEXT or not self.reason.isprintable():
@@ -144,6 +146,9 @@ def next_version(
             return distance.before, f"goes back, because {after} {objection.words}"
         return None, f"stays, because {after} {objection.words}"
     later = [each for each in versions if follows is None or each.version > follows.kept.version]
+    if objection:
+        # While the other consumer serves a later version, nobody learns whether an earlier one was bad.
+        later = [each for each in later if each.version >= objection.until_version]
     if not later:
         return None, "no later version is kept"
     if lines and now_unix_ns - lines[-1].unix_ns > LONGEST_GAP_NS:

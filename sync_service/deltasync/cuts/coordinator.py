@@ -39,12 +39,14 @@ class CutCoordinator:
         streams: number of streams of ranks, admitted or not, while the model has no published version.
         whenever_sealed: awaited after each sealed cut, before the ranks get their answer; must not raise. It adds
             a model after its first version; None if there is nothing to do.
+        rolling_back: locked while the model is rolled back. Until that ends, the trainer may try again.
     """
 
     def __init__(self, sealer: CutSealer, limits: Limits) -> None:
         self.sealer = sealer
         self.streams = 0
         self.whenever_sealed: Callable[[], Awaitable[None]] | None = None
+        self.rolling_back = asyncio.Lock()
         self.announced = AnnouncedTables(sealer.model, limits)
         self.model = sealer.model
         self.deletes = sealer.deletes
@@ -236,7 +238,10 @@ class CutCoordinator:
         if not joins.yes:
             raise NotPermitted(joins.reason)
         gone, earlier = self._gone_seconds, self._earlier
-        decision = may_publish(run, self.run, time.time_ns(), gone_seconds=gone, earlier=earlier)
+        rolling_back = self.rolling_back.locked()
+        decision = may_publish(
+            run, self.run, time.time_ns(), gone_seconds=gone, earlier=earlier, rolling_back=rolling_back
+        )
         if decision.yes:
             return decision
         error = ServiceUnavailable if decision.later else Contradiction

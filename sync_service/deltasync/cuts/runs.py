@@ -87,6 +87,7 @@ def may_publish(
     *,
     gone_seconds: float | None = None,
     earlier: Collection[str] = (),
+    rolling_back: bool = False,
 ) -> Admission:
     """Whether a rank of `run` may open a stream while `current` is the run that publishes.
 
@@ -99,6 +100,7 @@ def may_publish(
         now_unix_ns: the service's clock, nanoseconds since 1970.
         gone_seconds: seconds since the last rank of `current` left; None while one is connected.
         earlier: ids of the runs that published before `current`.
+        rolling_back: whether a rollback has not ended yet; if it fails, the run before it publishes again.
     """
     if current and run.id == current.id:
         if run.world_size != current.world_size:
@@ -116,6 +118,9 @@ def may_publish(
         return Admission(True, f"run {run.id} is the first to publish")
     both, later = f"({run}; {current})", run.started_unix_ns > current.started_unix_ns
     if _was_there(run, current, earlier) and (version := rolled_back_to(current.id)) is not None:
+        if rolling_back:
+            text = f"the model is being rolled back to version {version}; run {run.id} goes on only if that fails"
+            return Admission(False, text, later=True)
         return Admission(False, f"{_rolled_back(version)}: {_restart_from(run.id, version)}")
     if _was_there(run, current, earlier):
         was = "published" if later else "began"  # By the clocks of their machines.

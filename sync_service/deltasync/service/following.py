@@ -13,6 +13,7 @@ from deltasync.consumers.follow import LIVE, Distance, Follow, Objection, check_
 from deltasync.consumers.history import REPEAT_SECONDS, HistoryLine, read_lines
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.seal import seal_of
 from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
@@ -97,7 +98,7 @@ class Following:
             elif consumer.follows:
                 first, why = consumer.follows.kept, "where it is"
             else:
-                lines = await asyncio.to_thread(_lines, model.log, distance)
+                lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
                 proven, why = next_version(None, distance, kept, lines, other.objection, time.time_ns())
                 if proven is None:
                     raise NotFound(
@@ -128,13 +129,22 @@ class Following:
     async def withdraw(self, name: str, by: str = ITSELF) -> Consumer:
         """Withdraw the objection of a consumer, if one is in force.
 
+        Followers then go on to versions that it serves from now on, not to earlier ones.
+
         Raises:
             NotFound: no consumer has that name.
-            StorageFailed: the change could not be written.
+            ServiceUnavailable: its model is still recovering.
+            StorageFailed: the history could not be read, or the change could not be written.
         """
         consumer = self._consumers.get(name)
         if (objection := consumer.objection) and objection.in_force:
-            await self._registry.object(name, replace(objection, until_unix_ns=time.time_ns()))
+            model = self._models.model(consumer.model)
+            lines = await asyncio.to_thread(_lines, model.log, name, 0.0)
+            version = lines[-1].proven_by_all if lines else 0
+            if model.seals.checksum_of(version):  # A rollback has the rows of the version that is kept.
+                version = seal_of(version, model.seals).rolls_back_to or version
+            withdrawn = replace(objection, until_unix_ns=time.time_ns(), until_version=version)
+            await self._registry.object(name, withdrawn)
             text = f"withdrawn: {objection.reason}"
             self._events.emit(EventKind.CONSUMER_OBJECTS, text, consumer=name, model=consumer.model, by=by)
         return consumer
@@ -177,7 +187,7 @@ class Following:
             return
         self._due[name] = time.monotonic() + min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
         kept = [each for each in await _kept(model) if _is_past(each, model)]
-        lines = await asyncio.to_thread(_lines, model.log, distance)
+        lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
         if follows is None or consumer.follows is not follows or self._objection(distance):
             return
         other = self._registry.consumers.get(distance.after)
@@ -273,7 +283,7 @@ def _is_past(kept: KeptVersion, model: Model) -> bool:
     return True
 
 
-def _lines(log: LogStore, distance: Distance) -> list[HistoryLine]:
-    """The history of the other consumer for as long as the distance covers, and some more. Blocks."""
-    seconds = distance.behind_seconds + 2 * REPEAT_SECONDS
-    return list(read_lines(log, distance.after, max(0, time.time_ns() - int(seconds * 1e9))))
+def _lines(log: LogStore, consumer: str, seconds: float) -> list[HistoryLine]:
+    """The history of a consumer for some seconds, and of the time that lines may be apart. Blocks."""
+    first = time.time_ns() - int((seconds + 2 * REPEAT_SECONDS) * 1e9)
+    return list(read_lines(log, consumer, max(0, first)))

@@ -19,7 +19,7 @@ from deltasync.core.seal import rollback_run_id
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.runs import Run
+from deltasync.cuts.runs import MAX_AHEAD_NS, Run
 from deltasync.cuts.session import Opening, PublishSession, open_session
 from deltasync.model.model import Model
 from deltasync.model.tables import key_of
@@ -39,7 +39,8 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     The service does this like a trainer with one rank: it takes the model over from the running one, and publishes
     the rows that differ in one cut, except those that operators have deleted since. Replicas of consumers that
     follow the newest version get all of them in one release. It needs memory for one more copy of the tables until
-    the cut is sealed. If it fails, the model is as before, and the trainer may go on.
+    the cut is sealed. If it fails, the model is as before, and the trainer may go on. Once the tables are loaded,
+    it continues even if the caller is cancelled. Rollbacks of a model run one by one.
 
     Returns:
         The position of the new version.
@@ -56,9 +57,22 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), name, version)
     check_past(kept, model.seals)
     tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
-    position, rows = await _publish(model, coordinator, kept, tables, by)
+    # A cut that is being sealed cannot be cancelled, and only its end shows which run may publish.
+    return await asyncio.shield(asyncio.create_task(_roll_back(model, coordinator, kept, tables, events, by)))
+
+
+async def _roll_back(
+    model: Model,
+    coordinator: CutCoordinator,
+    kept: KeptVersion,
+    tables: Mapping[TableKey, StampedTable],
+    events: Events,
+    by: str,
+) -> Position:
+    async with coordinator.rolling_back:
+        position, rows = await _publish(model, coordinator, kept, tables, by)
     text = f"to {kept.words}: {counted(rows, 'row')} changed"
-    events.emit(EventKind.MODEL_ROLLED_BACK, text, model=name, version=position.number, by=by)
+    events.emit(EventKind.MODEL_ROLLED_BACK, text, model=model.name, version=position.number, by=by)
     return position
 
 
@@ -72,8 +86,9 @@ async def _publish(
     """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
     step, before = kept.seal.step, coordinator.run
     specs = [table.spec for table in model.tables]
-    # Its run began after the present one, by whatever clock.
-    started = max(time.time_ns(), before.started_unix_ns + 1 if before else 0)
+    # Its run began after the present one, by whatever clock. But no run may begin far ahead of this clock.
+    now = time.time_ns()
+    started = max(now, min(before.started_unix_ns + 1, now + MAX_AHEAD_NS) if before else 0)
     run = Run(rollback_run_id(kept.version), started, 1, f"rollback by {by}")
     session, claim, rows = None, model.position, 0
     try:

@@ -164,3 +164,5 @@ def test_the_history_has_each_release_and_who_proved_it(
         times = [each["unix_ns"] for each in admin.history(consumer)]
         assert times == sorted(set(times))
         assert len(admin.history(consumer, last=1)) == 1
+        with pytest.raises(InvalidInput, match="since_seconds"):
+            admin.history(consumer, float("inf"))

@@ -89,6 +89,9 @@ def test_a_damaged_record_of_a_kept_version_is_named_and_keeps_its_checkpoint(
     path.write_bytes(path.read_bytes()[:-3] + b"xxx")
     with pytest.raises(StorageFailed, match=path.name):
         store.kept()
+    (problem,) = store.verify()
+    assert path.name in problem
+    assert "until you remove it" in problem
     go_on(world, store, 4)
     assert store.is_sound(first)
 

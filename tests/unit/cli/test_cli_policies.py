@@ -332,3 +332,10 @@ def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> Non
         "all replicas 9 3 20 800 7.5",
         "user 15 600",
     ]
+
+
+@pytest.mark.parametrize("text", ["", "m", "20", "20 weeks", "xm"])
+def test_a_duration_needs_a_number_and_a_unit(text: str) -> None:
+    done = CliRunner().invoke(consumers.consumers, ["follow", "fleet", "--after", "canary", "--behind", text])
+    assert done.exit_code == 2
+    assert "expected a number with a unit: 30s, 20m, 2h or 1d" in " ".join(done.output.split())

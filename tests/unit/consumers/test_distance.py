@@ -76,6 +76,15 @@ def test_an_objection_stops_it_and_its_time_begins_again_afterwards() -> None:
     assert step(history, 6.0, objection=withdrawn)[0] == 20
 
 
+def test_after_an_objection_it_goes_on_only_to_what_the_other_one_has_served_since() -> None:
+    history = lines([20], [25], [25], [30])
+    withdrawn = Objection(1 * SECOND, "monitor", "AUC fell", 2 * SECOND, 25)
+    version, why = step(history, 5.5, objection=withdrawn)
+    assert version is None, "nobody has served version 20 without an objection"
+    assert "has proven version 30 since 1970-01-01T00:00:04Z, 0.5 s to go" in why
+    assert step(history, 6.0, objection=withdrawn)[0] == 30
+
+
 def test_it_goes_back_once_on_an_objection_if_asked_to() -> None:
     objection = Objection(2 * SECOND, "monitor", "AUC fell")
     assert step([], 9.0, at=1, before=0, objection=objection)[0] is None

@@ -9,6 +9,7 @@ from tests.support.local_service import publish
 from tests.unit.support.async_tests import in_service
 
 from deltasync.core.policy import Policy
+from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
 HOUR = 3600 * 10**9
@@ -48,3 +49,32 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
         running.cancel()
     lines = await service.histories.of("canary", 3600.0, 9)
     assert [dict(line.replicas) for line in lines] == [{"a": 0}, {"a": 1}]
+
+
+@pytest.mark.parametrize("rolls_back", [False, True])
+@in_service()
+async def test_a_withdrawn_objection_has_the_version_that_was_served_then(
+    service: Service, monkeypatch: pytest.MonkeyPatch, rolls_back: bool
+) -> None:
+    monkeypatch.setattr("deltasync.service.history._LOOK_SECONDS", 0.001)
+    session = await publish(service)
+    if rolls_back:  # The newest version has the rows of version 1 again.
+        await service.versions.keep("clicks")
+        await roll_back(service.models, "clicks", "1", service.events, "me")
+        await session.coordinator.settled()
+    consumer = await service.consumers.create("canary", "clicks", Policy())
+    replica = service.registry.connect(consumer, "a", asyncio.Event())
+    service.registry.acknowledge(consumer, replica, session.coordinator.model.position)
+    replica.checked = True
+    running = asyncio.create_task(service.histories.run())
+    try:
+        async with asyncio.timeout(10):
+            while not await service.histories.of("canary", 60.0, 1):
+                await asyncio.sleep(0.001)
+    finally:
+        running.cancel()
+    await service.following.object("canary", "its AUC fell")
+    await service.following.withdraw("canary")
+    assert consumer.objection
+    assert consumer.objection.until_version == 1
+    assert not consumer.objection.in_force

@@ -1,6 +1,10 @@
-"""A rollback that fails leaves the model as it was."""
+"""A rollback that fails leaves the model as it was, and one that is cancelled is done or not."""
 
+import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +12,11 @@ from tests.support.local_service import join, publish, send
 from tests.support.wire import USER, close, delete_chunk, part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import InvalidInput, StorageFailed, Superseded
+from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed, Superseded
+from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
+from deltasync.core.position import Position
 from deltasync.core.seal import rollback_run_id
 from deltasync.cuts.sealing import CutSealer
 from deltasync.service.rollback import roll_back
@@ -65,6 +71,119 @@ async def test_after_a_rollback_that_was_not_sealed_the_run_goes_on(
     again = await join(service, continues=service.models[MODEL].position)
     position = await send(again, part(3, [(0, [2], np.ones((1, 4), np.float32))]))
     assert position is not None
+    assert position.number == 3
+
+
+class HeldSeals:
+    """Delays the seals of cuts until the test lets them go on, or fail."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on, self.fails = asyncio.Event(), asyncio.Event(), False
+
+
+@contextmanager
+def held_seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSeals]:
+    seals, original = HeldSeals(), CutSealer.seal
+
+    async def seal(*arguments: Any) -> Position:
+        seals.begun.set()
+        await seals.go_on.wait()
+        if seals.fails:
+            raise StorageFailed("the disk is full")
+        return await original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CutSealer, "seal", seal)
+        yield seals
+
+
+async def published(service: Service, **fields: Any) -> str:
+    """Publish version 1, keep it, and publish version 2. Returns the kept version."""
+    session = await publish(service, **fields)
+    kept = await service.versions.keep(MODEL)
+    await send(session, part(2, [(0, [1], np.ones((1, 4), np.float32))]))
+    await session.coordinator.settled()
+    return str(kept.version)
+
+
+async def goes_on(service: Service) -> None:
+    """Check that the run before the rollback publishes the next version."""
+    again = await join(service, continues=service.models[MODEL].position)
+    position = await send(again, part(3, [(0, [2], np.ones((1, 4), np.float32))]))
+    assert position is not None
+    assert position.number == 3
+
+
+@in_service()
+async def test_of_two_rollbacks_at_once_that_fail_none_remains(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await published(service)
+    with held_seals(monkeypatch) as seals:
+        seals.fails = True
+        seals.go_on.set()
+        both = (roll_back(service.models, MODEL, version, service.events, by) for by in ("me", "you"))
+        results = await asyncio.gather(*both, return_exceptions=True)
+    assert [str(each) for each in results] == ["the disk is full"] * 2
+    await goes_on(service)
+
+
+@in_service()
+async def test_a_trainer_is_not_refused_for_good_before_the_rollback_is_sealed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await published(service)
+    with held_seals(monkeypatch) as seals:
+        rolling_back = asyncio.create_task(roll_back(service.models, MODEL, version, service.events, "me"))
+        await seals.begun.wait()
+        with pytest.raises(ServiceUnavailable) as refused:
+            await join(service, continues=service.models[MODEL].position)
+        assert "the model is being rolled back to version 1" in refused.value.detail
+        seals.fails = True
+        seals.go_on.set()
+        with pytest.raises(StorageFailed):
+            await rolling_back
+    await goes_on(service)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@in_service()
+async def test_a_rollback_goes_on_if_the_operator_hangs_up(
+    service: Service, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    version, rolled_back = await published(service), list[object]()
+
+    def listen(event: Event) -> None:
+        if event.kind is EventKind.MODEL_ROLLED_BACK:
+            rolled_back.append(event.subject["version"])
+
+    service.events.listen(listen)
+    with held_seals(monkeypatch) as seals:
+        rolling_back = asyncio.create_task(roll_back(service.models, MODEL, version, service.events, "me"))
+        await seals.begun.wait()
+        rolling_back.cancel()
+        await asyncio.wait([rolling_back])
+        seals.fails = fails
+        seals.go_on.set()
+        coordinator = service.models.coordinators[MODEL]
+        async with coordinator.rolling_back:
+            pass
+    await asyncio.sleep(0)
+    if fails:
+        assert rolled_back == []
+        await goes_on(service)
+    else:
+        assert rolled_back == [3]
+        assert service.models[MODEL].seals.newest_version == 3
+
+
+@in_service()
+async def test_a_clock_that_was_set_back_refuses_no_rollback(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version, now = await published(service, started=time.time_ns()), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+    position = await roll_back(service.models, MODEL, version, service.events, "me")
     assert position.number == 3
 
 
