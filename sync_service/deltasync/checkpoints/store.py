@@ -461,18 +461,18 @@ class CheckpointStore:
             place.remove(kept_file(self._model, kept.id))
 
     def kept(self) -> list[KeptVersion]:
-        """The kept versions, oldest checkpoint first.
+        """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`.
 
         Raises:
-            StorageFailed: the place could not be read, or a file is damaged.
+            StorageFailed: the place could not be read.
         """
         place, versions = self._places[-1], list[KeptVersion]()
         for each in self._kept_files(place):
             try:
                 versions.append(unpack_kept(each.name, place.get(each.name)))
-            except CheckpointDamaged:
+            except CheckpointDamaged as error:
                 if each.name in {file.name for file in self._kept_files(place)}:  # Else it was released meanwhile.
-                    raise
+                    logger.warning("skipped a kept version: %s", error)
         return versions
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002

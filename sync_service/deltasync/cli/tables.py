@@ -86,9 +86,9 @@ def models() -> None:
 def roll_back(name: str, version: str, service: Endpoint) -> None:
     """Make the rows of a kept version the newest version of model NAME.
 
-    All consumers follow that are not told to follow something else, whatever their policies hold back. The running
-    trainer is stopped, and refused until it restarts from that version (`deltasync export`) or an earlier one. The
-    service needs memory for one more copy of the tables meanwhile.
+    All consumers get it at once, whatever their policies hold back, except those that follow a kept version or
+    another consumer. The running trainer is stopped, and refused until it restarts from that version (`deltasync
+    export`) or an earlier one. The service needs memory for one more copy of the tables meanwhile.
     """
     with waiting_for(service):
         newest = Admin(service).roll_back(name, version)

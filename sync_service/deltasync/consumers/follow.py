@@ -18,7 +18,7 @@ STAY, BACK = "stay", "back"
 
 @dataclass(frozen=True)
 class Distance:
-    """A consumer that follows another one goes on to a kept version by itself, once the other has proven it.
+    """How a consumer follows another one, and when it moves to the next kept version.
 
     Attributes:
         after: the name of the other consumer.
@@ -127,7 +127,7 @@ def next_version(
     objection: Objection | None,
     now_unix_ns: int,
 ) -> tuple[KeptVersion | None, str]:
-    """The kept version to which a consumer at a distance goes on, or back.
+    """Choose the kept version that a consumer at a distance moves to.
 
     Args:
         follows: what it follows now; None = nothing yet.

@@ -48,7 +48,7 @@ class Seal:
 
     @property
     def at_once(self) -> bool:
-        """Whether its rows fit only together, so that replicas must get all of them in one release."""
+        """Whether replicas must get all its rows in one release, because its rows match only each other."""
         return self.resync or self.rolls_back_to is not None
 
     def after(self, before: "Seal | None") -> "Seal":

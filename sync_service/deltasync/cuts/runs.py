@@ -55,7 +55,7 @@ def may_go_on(run: Run, claim: Position, seals: SealHistory) -> Decision:
     known = claim.seal and seals.checksum_of(claim.number) == claim.seal
     rollback = seals.rolled_back_by(claim.number) if known else None
     if rollback is None or rollback.rolls_back_to is None:
-        return Decision(True, "the model was not rolled back beyond it")
+        return Decision(True, "no rollback discarded this version")
     version = rollback.rolls_back_to
     text = f"run {run.id} goes on from version {claim.number}, but {_rolled_back(version)}"
     return Decision(False, f"{text}: {_restart_from(run.id, version)}")

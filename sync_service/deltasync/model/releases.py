@@ -35,7 +35,7 @@ class Head:
         seal: the checksum of the seal of the version or release; 0 if unknown.
         rows: number of rows of that version or release alone.
         bytes: bytes of their ids and values.
-        kept: the name of the kept version that replicas are to hold; empty for the newest version, or without one.
+        kept: the name of the kept version that replicas must hold; empty for the newest version, or without one.
     """
 
     number: int

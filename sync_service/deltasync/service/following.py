@@ -58,8 +58,8 @@ class Following:
         if version == LIVE:  # Without waiting for object storage.
             async with self._models.changing:
                 return await self._set(self._consumers.get(name), None, "follows the newest version", by)
-        async with self._models.releasing:
-            consumer = self._consumers.get(name)
+        consumer = self._consumers.get(name)
+        async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
             kept = find_kept(await _kept(model), model.name, version)
             return await self._change(consumer, model, before, Follow(kept, time.time_ns(), by), kept.words, by)
@@ -87,8 +87,8 @@ class Following:
                 f"behind_seconds: {distance.behind_seconds:g}, but the history of consumers allows at most "
                 f"{max(0.0, longest):g}: increase --history-seconds"
             )
-        async with self._models.releasing:
-            consumer, other = self._consumers.get(name), self._consumers.get(distance.after)
+        consumer, other = self._consumers.get(name), self._consumers.get(distance.after)
+        async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
             self._check_order(consumer, other)
             every = await _kept(model)
@@ -152,7 +152,7 @@ class Following:
     async def run(self) -> None:
         """Let consumers at a distance go on, or back, until cancelled. It reports failures and tries again."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._repeat(self._heed, "it cannot go back after an objection"))
+            tasks.create_task(self._repeat(self._heed, "the service could not move it back after an objection"))
             # In another task, because object storage may not answer for a while.
             tasks.create_task(self._repeat(self._go_on, "it cannot look for a later version"))
 
@@ -195,7 +195,7 @@ class Following:
         version, consumer.waits = next_version(follows, distance, kept, lines, withdrawn, time.time_ns())
         if version is None:
             return
-        async with self._models.releasing:
+        async with self._models.releasing(model.name):
             if version.id not in {each.id for each in await _kept(model)}:
                 return
             async with self._models.changing:

@@ -1,6 +1,7 @@
 """The models of a process, their storage, and the ranks that publish them."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -79,8 +80,6 @@ class Models(Mapping[str, Model]):
         reloading: why models are being reloaded, and why that fails, by name.
         added: wakes tasks that wait for a model.
         changing: locked while models, or consumers with their views, are created and removed.
-        releasing: locked while kept versions are released, or consumers begin to follow them. Its owner may wait
-            for object storage, and may then lock `changing`, never the other way round.
     """
 
     def __init__(
@@ -99,7 +98,8 @@ class Models(Mapping[str, Model]):
         self.coordinators, self.opened = dict[str, CutCoordinator](), dict[str, CutCoordinator]()
         self.recovering = dict[str, Mapping[str, Any]]()
         self.recovery_failures, self.reloading = dict[str, str](), dict[str, str]()
-        self.added, self.changing, self.releasing = Signal(), asyncio.Lock(), asyncio.Lock()
+        self.added, self.changing = Signal(), asyncio.Lock()
+        self._releasing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._models = dict[str, Model]()
         self._ending = set[Model]()  # Models whose tables still take memory.
         limits.count("models", self._number)
@@ -130,6 +130,13 @@ class Models(Mapping[str, Model]):
         if name in names:
             self.owners.check(name)
         raise NotFound(f"no model {name!r}", detail=f"; models: {listed(names) or 'none yet'}")
+
+    def releasing(self, name: str) -> asyncio.Lock:
+        """The lock of a model, locked while its kept versions are released, or consumers begin to follow them.
+
+        Its owner may wait for object storage, and may then lock `changing`, never the other way round.
+        """
+        return self._releasing[name]
 
     def specs(self, name: str) -> list[TableSpec] | None:
         """The tables of a model, even while it is recovering; None if there is no such model."""

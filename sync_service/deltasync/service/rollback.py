@@ -17,7 +17,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import rollback_run_id
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.runs import MAX_AHEAD_NS, Run
 from deltasync.cuts.session import Opening, PublishSession, open_session
@@ -103,7 +103,7 @@ async def _publish(
             raise ServiceUnavailable(f"tables of model {model.name!r} have changed meanwhile; try again")
         deletes = coordinator.deletes.done.after(kept.version)
         for slot, (table, earlier) in enumerate(pairs):
-            gone = [each.ids for each in deletes if each.table in (table.spec.name, table.spec.of)]
+            gone = [each.ids for each in deletes if each.table == _rows_of(table.spec)]
             differing = await model.on_thread(_differing, table, earlier, gone)
             for ids, deleted in zip(differing, (False, True), strict=True):
                 rows += len(ids)
@@ -130,6 +130,11 @@ async def _publish(
 async def _open(coordinator: CutCoordinator, run: Run, specs: list[TableSpec], claim: Position) -> PublishSession:
     message = publish_pb2.PublishOpen(continues=position_to_message(claim))
     return await open_session(coordinator, Opening(message, run, specs, [Shard.whole(each) for each in specs]))
+
+
+def _rows_of(table: TableSpec) -> str:
+    """The embedding table whose rows a table has: itself, or that of a map of raw ids."""
+    return table.of if table.kind is TableKind.ID_MAP else table.name
 
 
 def _differing(table: StampedTable, earlier: StampedTable | None, gone: Sequence[Ids]) -> tuple[Ids, Ids]:

@@ -114,7 +114,7 @@ class Versions:
         return kept
 
     async def _release(self, model: Model, kept: KeptVersion, by: str) -> None:
-        async with self._models.releasing:  # No consumer begins to follow it meanwhile.
+        async with self._models.releasing(model.name):  # No consumer begins to follow it meanwhile.
             if names := self.followers(kept):
                 raise Contradiction(
                     f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "

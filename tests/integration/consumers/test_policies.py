@@ -68,7 +68,15 @@ def topped(tmp_path: Path) -> Iterator[RunningService]:
 
 def test_a_consumer_is_made_changed_and_deleted_by_http(running: RunningService) -> None:
     made = put(running, "new", model="clicks", policy={"top_k": 0.1})
-    line = {"consumer": "new", "model": "clicks", "replicas": 0, "connected": 0, "paused": "", "follows": ""}
+    line = {
+        "consumer": "new",
+        "model": "clicks",
+        "replicas": 0,
+        "connected": 0,
+        "paused": "",
+        "follows": "",
+        "objects": "",
+    }
     assert made == (201, {**line, "policy": {**DEFAULT, "top_k": 0.1}})
     assert policies_of(running) == {"new": {"top_k": 0.1}, "predictors": {}, "probes": {}}
     changed = put(running, "new", model="clicks", policy={"value_type": "int8"})
