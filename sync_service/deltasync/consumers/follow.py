@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deltasync.base.errors import Contradiction, InvalidInput
-from deltasync.base.words import LONGEST_TEXT, duration, utc
+from deltasync.base.words import LONGEST_TEXT, duration, listed, utc
 from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
 from deltasync.consumers.history import LONGEST_GAP_NS, HistoryLine, proven_since
 from deltasync.core.seal import SealHistory
@@ -153,7 +153,8 @@ def next_version(
         return None, "no later version is kept"
     if lines and now_unix_ns - lines[-1].unix_ns > LONGEST_GAP_NS:
         lines = ()  # The service has just started, and the next line shows whether it was away.
-    waits = f"{after} has proven no later kept version"
+    behind = [name for name, held in lines[-1].replicas.items() if held < later[0].version] if lines else []
+    waits = f"{after} has proven no later kept version" + (f", behind are {listed(behind)}" if behind else "")
     for kept in reversed(later):
         if (since := proven_since(lines, kept.version)) is None:
             continue

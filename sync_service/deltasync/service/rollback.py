@@ -107,9 +107,10 @@ async def _publish(
             differing = await model.on_thread(_differing, table, earlier, gone)
             for ids, deleted in zip(differing, (False, True), strict=True):
                 rows += len(ids)
-                for batch in _batches(table, earlier, ids, deleted=deleted):
+                batches = _batches(table, earlier, ids, deleted=deleted)
+                # In a thread, because the tables may be in scratch files.
+                while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                     await session.add(step, slot, batch)
-                    await asyncio.sleep(0)  # Let streams run.
         close = publish_pb2.PartClose(
             step=step,
             rows=rows,

@@ -62,7 +62,7 @@ def test_it_goes_on_to_the_newest_version_that_was_proven_for_long_enough() -> N
     assert step(history, 5.0)[0] == 30, "it skips 20"
     assert step(history, 5.0, at=2) == (None, "no later version is kept")
     assert step(history, 500.0)[0] is None, "the service was away, and has just started"
-    assert step(lines([15]), 9.0) == (None, "consumer 'canary' has proven no later kept version")
+    assert step(lines([15]), 9.0) == (None, "consumer 'canary' has proven no later kept version, behind are 0")
 
 
 def test_an_objection_stops_it_and_its_time_begins_again_afterwards() -> None:
