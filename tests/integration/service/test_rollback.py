@@ -4,12 +4,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.support.fleet import ITEM, USER, Trainer, follow, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 
 from deltasync.base.errors import Contradiction, NotFound
-from deltasync.client import Admin, Endpoint, NumpyTarget
+from deltasync.client import Admin, Endpoint, KeyedTarget, NumpyTarget, TableKind, TableSpec
 from deltasync.core.policy import Policy
 
 POLICIES = {"ranked": Policy(top_k=3), "budget": Policy(max_bytes=200), "pinned": Policy()}
@@ -97,3 +98,33 @@ def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tm
                 assert held(target) == trainer.expected()
                 joined = [each for each in service.get_json("/events") if each["event"] == "rank_joined"]
                 assert f"the run holds version {newest}, the newest one" in joined[-1]["text"]
+
+
+def test_maps_and_dense_tensors_go_back_with_the_rows(service: RunningService, admin: Admin) -> None:
+    raw_ids = TableSpec("user.raw_ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
+    bias = TableSpec("over.bias", 1, 3, kind=TableKind.PARAMETER)
+    target, keyed = NumpyTarget(), KeyedTarget()
+    with (
+        Trainer(service.grpc, [USER, raw_ids, bias]) as trainer,
+        follow(service, "predictors", "a", target),
+        follow(service, "pinned", "a", keyed),
+    ):
+        trainer.rows[raw_ids.name][:, 0] = np.arange(1, USER.rows + 1)
+        trainer.publish_all()
+        good = {name: rows.tobytes() for name, rows in trainer.rows.items()}
+        admin.keep_version("clicks", "good")
+        trainer.set(raw_ids, 7, 4711)  # Row 7 belongs to another raw id.
+        trainer.set(bias, 0, 0.5)
+        trainer.set(USER, 7, 2.5)
+        newest = admin.roll_back("clicks", "good")
+        for consumer in ("predictors", "pinned"):
+            at(service, consumer, newest)
+        assert held(target) == good
+        with keyed.reading() as now:
+            keys = now.tables[USER.name].keys()
+            values, exist = now.tables[USER.name].lookup(keys)
+            assert len(keys) == USER.rows
+            assert exist.all()
+            assert sorted(map(bytes, values)) == sorted(
+                map(bytes, np.frombuffer(good[USER.name], "<f4").reshape(-1, 8))
+            )
