@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
 from deltasync.base.errors import DeltasyncError
-from deltasync.client import SharedReader
+from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget
 from deltasync.core.policy import Policy
 
 
@@ -109,3 +110,57 @@ def test_a_mirror_that_is_stopped_says_goodbye_and_one_that_cannot_go_on_says_wh
         assert (version, values.tobytes()) == (1, trainer.expected()[ITEM.name])
         with pytest.raises(DeltasyncError, match="no table 'nothing'"):
             reader.lookup("nothing", np.arange(1))
+
+
+def read_on(folder: Path, stop: Event, pipe: Connection) -> None:
+    """Read until told to stop; answer with the number of lookups, or what was torn."""
+    reader, ids, lookups = SharedReader("m", directory=folder), np.arange(USER.rows), 0
+    while not stop.is_set():
+        values, version = reader.lookup(USER.name, ids)
+        with reader.reading() as now:
+            whole, at = now.tables[USER.name].copy(), now.version
+        for some, of in ((values, version), (whole, at)):
+            if not (some == of).all():
+                pipe.send(f"version {of}: {some.min()} to {some.max()}")
+                return
+        lookups += 1
+    pipe.send(lookups)
+
+
+@pytest.mark.nightly
+def test_32_readers_see_whole_versions_while_releases_come(folder: Path) -> None:
+    target, context = SharedTarget("m", "predictors", directory=folder), get_context("fork")
+    stop = context.Event()
+
+    def apply(version: int) -> None:
+        rows = RowBatch.of_table(USER, np.arange(USER.rows), np.full((USER.rows, USER.dim), version, np.float32))
+        target.apply(
+            Release(
+                position=Position("h", version, version),
+                step=version,
+                step_end_unix_ns=version,
+                resync=version == 1,
+                tables=[USER],
+                rows=[rows],
+                version=version,
+                model="clicks",
+            )
+        )
+
+    apply(1)
+    pipes, workers = list[Connection](), []
+    for _ in range(32):
+        here, there = context.Pipe()
+        workers.append(context.Process(target=read_on, args=(folder, stop, there)))
+        workers[-1].start()
+        pipes.append(here)
+    for version in range(2, 40):
+        apply(version)
+        stop.wait(0.1)  # Ten releases a second; nothing depends on it.
+    stop.set()
+    found = [pipe.recv() for pipe in pipes]
+    for worker in workers:
+        worker.join(20)
+    target.close()
+    assert [each for each in found if isinstance(each, str)] == []
+    assert min(found) > 0
