@@ -127,6 +127,11 @@ def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
     return delivery.held(delivery.encode(rows))
 
 
+def held(target: NumpyTarget) -> dict[str, bytes]:
+    """The bytes of a replica's tables, like `Trainer.expected`."""
+    return {name: rows.tobytes() for name, rows in target.tables.items()}
+
+
 class Recorder(NumpyTarget):
     """Records every release, and the rows after it."""
 
@@ -142,7 +147,7 @@ class Recorder(NumpyTarget):
         return written
 
     def bytes(self) -> dict[str, bytes]:
-        return {name: rows.tobytes() for name, rows in self.tables.items()}
+        return held(self)
 
     @property
     def received_rows(self) -> int:

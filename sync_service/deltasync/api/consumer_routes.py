@@ -164,9 +164,7 @@ def _line(consumer: Consumer) -> ConsumerLine:
     connected = sum(replica.stream is not None for replica in fleet)
     policy = consumer.policy.as_dict()
     paused = consumer.pause.words if consumer.pause else ""
-    follows = "; ".join(filter(None, [consumer.follows.words, consumer.waits])) if consumer.follows else ""
-    objection = consumer.objection
-    objects = objection.words if objection and objection.in_force else ""
+    follows, objects = consumer.follows_words, consumer.objects_words
     return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused, follows, objects)
 
 

@@ -227,6 +227,16 @@ class Consumer:
         """How it follows another consumer; None if it does not."""
         return self.follows.distance if self.follows else None
 
+    @property
+    def follows_words(self) -> str:
+        """What it follows, and why it goes on to no later version; empty if it follows the newest version."""
+        return "; ".join(filter(None, [self.follows.words, self.waits])) if self.follows else ""
+
+    @property
+    def objects_words(self) -> str:
+        """Its objection in force, in words; empty without one."""
+        return self.objection.words if self.objection and self.objection.in_force else ""
+
     def hold(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""
         self.pause = joined(self.pause, pause)

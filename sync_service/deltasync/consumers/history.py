@@ -4,11 +4,12 @@ A line has the versions that the replicas had proven at one moment. A new one is
 they have changed, and once a minute otherwise, which proves that nothing has changed.
 """
 
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from deltasync.log.log_store import LAST_NUMBER, LogStore
+from deltasync.log.log_store import LogStore
 from deltasync.log.records import name_of, pack_json, reading, unpack_json
 
 # A line is written this often even if nothing has changed.
@@ -53,15 +54,14 @@ def pack_line(line: HistoryLine) -> bytes:
     return zlib.compress(pack_json(asdict(line)))
 
 
-def read_lines(
-    log: LogStore, consumer: str, first_unix_ns: int = 0, last_unix_ns: int = LAST_NUMBER
-) -> Iterator[HistoryLine]:
-    """Read the lines of a consumer between two times, oldest first. Blocks.
+def read_lines(log: LogStore, consumer: str, since_seconds: float) -> Iterator[HistoryLine]:
+    """Read the lines of a consumer of the last seconds, oldest first. Blocks.
 
     Raises:
         StorageFailed: a line is damaged, or the log cannot be read at present.
     """
-    for record in log.read(history_stream(consumer), first_unix_ns, last_unix_ns):
+    first = max(0, time.time_ns() - int(since_seconds * 1e9))
+    for record in log.read(history_stream(consumer), first):
         with reading(name_of(history_stream(consumer), record.number)):
             try:
                 fields = unpack_json(zlib.decompress(record.payload))

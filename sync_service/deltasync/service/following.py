@@ -285,5 +285,4 @@ def _is_past(kept: KeptVersion, model: Model) -> bool:
 
 def _lines(log: LogStore, consumer: str, seconds: float) -> list[HistoryLine]:
     """The history of a consumer for some seconds, and of the time that lines may be apart. Blocks."""
-    first = time.time_ns() - int((seconds + 2 * REPEAT_SECONDS) * 1e9)
-    return list(read_lines(log, consumer, max(0, first)))
+    return list(read_lines(log, consumer, seconds + 2 * REPEAT_SECONDS))

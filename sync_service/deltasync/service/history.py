@@ -102,8 +102,7 @@ class Histories:
 
 
 def _newest_lines(log: LogStore, consumer: str, since_seconds: float, last: int) -> list[HistoryLine]:
-    first = max(0, time.time_ns() - int(since_seconds * 1e9))
-    return list(deque(read_lines(log, consumer, first), last))
+    return list(deque(read_lines(log, consumer, since_seconds), last))
 
 
 def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: int) -> HistoryLine:

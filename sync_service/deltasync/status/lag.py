@@ -226,8 +226,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the last cut was refused: {standing.refused}"
     if standing.unsaved:
         reason = f"{reason}; checkpoints fail: {standing.unsaved}"
-    follows = "; ".join(filter(None, [consumer.follows.words, consumer.waits])) if consumer.follows else ""
-    objects = consumer.objection.words if consumer.objection and consumer.objection.in_force else ""
+    follows, objects = consumer.follows_words, consumer.objects_words
     reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.

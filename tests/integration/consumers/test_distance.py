@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fleet import Trainer, follow, wait_for_lag
+from tests.support.fleet import Trainer, follow, held, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
@@ -26,10 +26,6 @@ def service(tmp_path: Path) -> Iterator[RunningService]:
 @pytest.fixture
 def admin(service: RunningService) -> Admin:
     return Admin(Endpoint(service.http, TOKEN))
-
-
-def held(target: NumpyTarget) -> dict[str, bytes]:
-    return {name: rows.tobytes() for name, rows in target.tables.items()}
 
 
 def at(service: RunningService, consumer: str, version: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.fleet import ITEM, USER, Trainer, follow, wait_for_lag
+from tests.support.fleet import ITEM, USER, Trainer, follow, held, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 
 from deltasync.base.errors import Contradiction, NotFound
@@ -26,10 +26,6 @@ def service(tmp_path: Path) -> Iterator[RunningService]:
 @pytest.fixture
 def admin(service: RunningService) -> Admin:
     return Admin(Endpoint(service.http, TOKEN))
-
-
-def held(target: NumpyTarget) -> dict[str, bytes]:
-    return {name: rows.tobytes() for name, rows in target.tables.items()}
 
 
 def at(service: RunningService, consumer: str, version: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.command import deltasync
-from tests.support.fleet import ITEM, TABLES, USER, Trainer, as_sent, follow, wait_for_lag
+from tests.support.fleet import ITEM, TABLES, USER, Trainer, as_sent, follow, held, wait_for_lag
 from tests.support.metrics import samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
@@ -30,10 +30,6 @@ POLICIES = {
 }
 VALUE_TYPES = {"int8": ValueType.INT8}
 CONSUMERS = ["predictors", *POLICIES]
-
-
-def held(target: NumpyTarget) -> dict[str, bytes]:
-    return {name: rows.tobytes() for name, rows in target.tables.items()}
 
 
 def in_sync_with(service: RunningService, consumer: str, version: int, replicas: int = 1) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deltasync.core.delivery import HeldSpec
+from deltasync.core.position import Position
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
@@ -159,3 +161,16 @@ def spec_of(described: Any) -> TableSpec:
     if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
         return HeldSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
     return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
+
+
+def reading_of(side: NDArray[Any]) -> dict[str, Any]:
+    """The fields of `Reading` in the description [1] of a side that has a version."""
+    shown = side[0]
+    return {
+        "position": Position(shown["history"].decode(), int(shown["number"]), int(shown["seal"])),
+        "version": int(shown["version"]),
+        "step": int(shown["step"]),
+        "step_end_unix_ns": int(shown["step_end_unix_ns"]),
+        "event_time_unix_ns": int(shown["event_time_unix_ns"]) or None,
+        "kept": shown["kept"].decode(),
+    }

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.client.shared import layout
+
 _FLOCK = struct.Struct("hhqqi4x")
 
 
@@ -44,6 +46,13 @@ class Mapping:
         """Ask the system for huge pages. It may have none."""
         if self._memory is not None:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def side_of(control: Mapping, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The description [1] of a side in the file `control`, and those of its tables."""
+    offset = layout.side_offset(number)
+    tables = control.array(layout.TABLE, (layout.MOST_TABLES,), offset + layout.SIDE.itemsize)
+    return control.array(layout.SIDE, offset=offset), tables
 
 
 def lock_byte(fd: int, byte: int) -> bool:

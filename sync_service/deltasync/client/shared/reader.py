@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +18,11 @@ from deltasync.base.errors import InvalidInput, LimitReached, NotFound, ServiceU
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
 from deltasync.client.shared.memory import Mapping as Mapped
-from deltasync.client.shared.memory import lock_byte
-from deltasync.client.targets.keyed_table import KeyedRows, checked_keys
+from deltasync.client.shared.memory import lock_byte, side_of
+from deltasync.client.targets.keyed_table import KeyedRows, KeySlots, checked_keys
 from deltasync.client.targets.keyed_target import RowNumbers
 from deltasync.client.targets.numpy_target import rows_at
 from deltasync.client.targets.target import Reading, TornTarget
-from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import TableSpec
 from deltasync.kernels import keys as key_kernels
@@ -33,6 +33,7 @@ T = TypeVar("T")
 _ALIVE_SECONDS = 5.0
 # Attempts at a lookup until a reader gives up: the mirror then writes faster than it can copy.
 _MOST_TRIES = 1000
+_NO_VERSION = partial(ServiceUnavailable, "the mirror has no version yet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +218,7 @@ class _Side:
     def __init__(self, folder: Path, control: Mapped, number: int) -> None:
         self.number = number
         self._folder = folder
-        self._shown = control.array(layout.SIDE, offset=layout.side_offset(number))
-        offset = layout.side_offset(number) + layout.SIDE.itemsize
-        self._tables = control.array(layout.TABLE, (layout.MOST_TABLES,), offset)
+        self._shown, self._tables = side_of(control, number)
         self._mapped = dict[int, Mapped]()
         self._known: tuple[int, dict[str, Any]] = (-1, {})  # The tables at a sequence number, by name.
 
@@ -232,7 +231,7 @@ class _Side:
         sequence = int(self._shown["sequence"][0])
         fence()
         if sequence % 2 and not self.version:
-            raise ServiceUnavailable("the mirror has no version yet")
+            raise _NO_VERSION()
         return None if sequence % 2 else sequence
 
     def is_changed_since(self, sequence: int) -> bool:
@@ -247,17 +246,9 @@ class _Side:
 
     def reading(self) -> dict[str, Any]:
         """The fields of `Reading`."""
-        shown = self._shown[0]
-        if not shown["version"]:
-            raise ServiceUnavailable("the mirror has no version yet")
-        return {
-            "position": Position(shown["history"].decode(), int(shown["number"]), int(shown["seal"])),
-            "version": int(shown["version"]),
-            "step": int(shown["step"]),
-            "step_end_unix_ns": int(shown["step_end_unix_ns"]),
-            "event_time_unix_ns": int(shown["event_time_unix_ns"]) or None,
-            "kept": shown["kept"].decode(),
-        }
+        if not self.version:
+            raise _NO_VERSION()
+        return layout.reading_of(self._shown)
 
     def array(self, name: str) -> Values:
         """The rows of a table."""
@@ -276,7 +267,7 @@ class _Side:
         """A table for lookups by key."""
         each, rows = self._table(name), self.array(name)
         if slots := int(each["index_slots"]):
-            return KeyedRows(_Index(self._array(each["index"], np.int64, (slots, 2))), rows)
+            return KeyedRows(KeySlots(self._array(each["index"], np.int64, (slots, 2))), rows)
         return KeyedRows(RowNumbers(self._array(each["there"], np.bool_, (len(rows),))), rows)
 
     def all_keyed(self) -> dict[str, KeyedRows]:
@@ -294,7 +285,7 @@ class _Side:
         sequence, known = int(self._shown["sequence"][0]), self._known
         if known[0] != sequence:
             if not self.version:
-                raise ServiceUnavailable("the mirror has no version yet")
+                raise _NO_VERSION()
             tables = self._tables[: int(self._shown["tables"][0])].copy()
             known = self._known = sequence, {each["name"].decode(): each for each in tables}
             files = {int(each[kind]) for each in tables for kind in ("file", "there", "index")}
@@ -306,27 +297,6 @@ class _Side:
         if (mapped := self._mapped.get(number)) is None:
             mapped = self._mapped[number] = Mapped(self._folder / layout.file_name(number))
         return mapped.array(dtype, shape)
-
-
-class _Index:
-    """The rows by raw id: a `Places`."""
-
-    def __init__(self, slots: NDArray[np.int64]) -> None:
-        self._slots = slots
-
-    def __len__(self) -> int:
-        return len(self.items()[0])
-
-    def find(self, keys: Ids) -> Ids:
-        """See `Places`."""
-        rows = np.empty(len(keys), np.int64)
-        key_kernels.find(self._slots, np.ascontiguousarray(keys), rows)
-        return rows
-
-    def items(self) -> tuple[Ids, Ids]:
-        """See `Places`."""
-        used = self._slots[self._slots[:, 1] >= 0]
-        return used[:, 0], used[:, 1]
 
 
 class _Pin:

@@ -18,13 +18,12 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping, is_locked
+from deltasync.client.shared.memory import Mapping, is_locked, side_of
 from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
 from deltasync.core.delivery import HeldSpec
-from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 
@@ -157,12 +156,12 @@ class _Memory:
         if not control.exists():
             self._make(readers, layout.READERS_BYTES, mode | (mode & 0o044) >> 1)  # Who may read it, may write.
             self._make(control, layout.CONTROL_BYTES, self._mode, consumer)
-        self._control = Mapping(control, write=True)
-        if self._control.size != layout.CONTROL_BYTES:
+        self.control = Mapping(control, write=True)
+        if self.control.size != layout.CONTROL_BYTES:
             raise InvalidInput(
                 f"{control} is not of a mirror, or of another layout: use another name, or remove {self.folder}"
             )
-        self.header = self._control.array(layout.HEADER)
+        self.header = self.control.array(layout.HEADER)
         self._check(consumer)
         self._readers = Mapping(readers)  # For its descriptor only.
         self._note_alive()
@@ -220,13 +219,6 @@ class _Memory:
         fence()
         self.header["served"][0] = side
         fence()
-
-    def side(self, number: int) -> NDArray[Any]:
-        return self._control.array(layout.SIDE, offset=layout.side_offset(number))
-
-    def tables(self, number: int) -> NDArray[Any]:
-        offset = layout.side_offset(number) + layout.SIDE.itemsize
-        return self._control.array(layout.TABLE, (layout.MOST_TABLES,), offset)
 
     # Arrays, each in a file.
 
@@ -426,20 +418,12 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
 
     def __init__(self, number: int, memory: _Memory) -> None:
         self._number, self._memory = number, memory
-        self._shown, self._tables = memory.side(number), memory.tables(number)
+        self._shown, self._tables = side_of(memory.control, number)
         copy, shown = _SharedCopy(memory), self._shown[0]
         reading = KeyedReading(tables=copy.tables)
         if self.is_whole and shown["version"]:
             copy.load(self._tables[: int(shown["tables"])])
-            reading = replace(
-                reading,
-                position=Position(shown["history"].decode(), int(shown["number"]), int(shown["seal"])),
-                version=int(shown["version"]),
-                step=int(shown["step"]),
-                step_end_unix_ns=int(shown["step_end_unix_ns"]),
-                event_time_unix_ns=int(shown["event_time_unix_ns"]) or None,
-                kept=shown["kept"].decode(),
-            )
+            reading = replace(reading, **layout.reading_of(self._shown))
         super().__init__(copy, reading)
 
     @property

@@ -18,16 +18,37 @@ _FIRST_ROWS = 16
 _FIRST_SLOTS = 16
 
 
-class KeyIndex:
-    """A hash map from int64 keys to places, which are whole numbers from 0.
-
-    At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
+class KeySlots:
+    """The slots of a `KeyIndex`, for lookups: a `Places`. Another process may fill them.
 
     Attributes:
         slots: [n, 2] of keys and places, see `kernels.keys`.
     """
 
-    slots: Slots
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+
+    def __len__(self) -> int:
+        """The number of keys, which it counts."""
+        return int(np.count_nonzero(self.slots[:, 1] >= 0))
+
+    def find(self, keys: Ids) -> Ids:
+        """The places of keys ([n], in any order): int64 [n], -1 for missing keys."""
+        places = np.empty(len(keys), np.int64)
+        key_kernels.find(self.slots, np.ascontiguousarray(keys), places)
+        return places
+
+    def items(self) -> tuple[Ids, Ids]:
+        """All keys and their places: int64 [n] each, in no order."""
+        used = self.slots[self.slots[:, 1] >= 0]
+        return used[:, 0], used[:, 1]
+
+
+class KeyIndex(KeySlots):
+    """A hash map from int64 keys to places, which are whole numbers from 0.
+
+    At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
+    """
 
     def __init__(self, allocate: Allocate = np.zeros) -> None:
         """Start without keys. `allocate` makes the array of slots, and later larger ones."""
@@ -54,12 +75,6 @@ class KeyIndex:
         """The number of keys."""
         return self._keys
 
-    def find(self, keys: Ids) -> Ids:
-        """The places of keys ([n], in any order): int64 [n], -1 for missing keys."""
-        places = np.empty(len(keys), np.int64)
-        key_kernels.find(self.slots, np.ascontiguousarray(keys), places)
-        return places
-
     def put(self, keys: Ids, places: Ids) -> None:
         """Add or change the places [n] of keys [n]. If a key appears several times, the last one counts."""
         if not self._fits(len(keys)):
@@ -70,11 +85,6 @@ class KeyIndex:
     def remove(self, keys: Ids) -> None:
         """Remove keys ([n]); missing keys are ignored."""
         self._keys -= key_kernels.remove(self.slots, np.ascontiguousarray(keys))
-
-    def items(self) -> tuple[Ids, Ids]:
-        """All keys and their places: int64 [n] each, in no order."""
-        used = self.slots[self.slots[:, 1] >= 0]
-        return used[:, 0], used[:, 1]
 
     def with_room(self, keys: int) -> "KeyIndex":
         """This index if it has room for this number of new keys, else a larger copy."""
