@@ -148,7 +148,7 @@ def consumer_routes(on: Collaborators) -> APIRouter:
 
     @routes.get("/{name}/history")
     async def history(name: str, since_seconds: _Since = 3600.0, last: _Last = 1000) -> list[HistoryLine]:
-        """What the replicas of a consumer served when, oldest first."""
+        """The history of a consumer: which version each replica served, by time, oldest first."""
         return await on.histories.of(name, since_seconds, last)
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)

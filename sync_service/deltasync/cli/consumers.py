@@ -255,7 +255,7 @@ def raise_objection(name: str, reason: str, withdraw: bool, service: Endpoint) -
 @json_option
 @operator_options()
 def consumer_history(name: str, since: float, last: int, service: Endpoint, as_json: bool) -> None:
-    """Show what the replicas of consumer NAME served when, oldest first.
+    """Show which version each replica of consumer NAME served, by time, oldest first.
 
     There is a line for each change, at most one a second, and one a minute without changes.
 

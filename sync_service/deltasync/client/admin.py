@@ -154,7 +154,7 @@ class Admin:
         self._ask("DELETE", f"{_consumer(consumer)}/object")
 
     def history(self, consumer: str, since_seconds: float = 3600.0, last: int = 1000) -> list[dict[str, Any]]:
-        """What the replicas of a consumer served when, oldest first.
+        """The history of a consumer: which version each replica served, by time, oldest first.
 
         Args:
             consumer: the name of the consumer.

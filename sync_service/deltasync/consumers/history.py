@@ -1,4 +1,4 @@
-"""What the replicas of a consumer served when: lines in the log.
+"""The history of a consumer: which version each of its replicas served, by time. Lines in the log.
 
 A line has the versions that the replicas had proven at one moment. A new one is written at most once a second when
 they have changed, and once a minute otherwise, which proves that nothing has changed.

@@ -1,4 +1,4 @@
-"""What consumers follow: the newest version, a kept one, or another consumer at a distance."""
+"""Changes what consumers follow: the newest version, a kept one, or another consumer at a distance."""
 
 import asyncio
 import time

@@ -35,8 +35,8 @@ _LOOK_SECONDS = 0.002
 class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
     """Keeps tables in shared memory under a name: two sides, of which readers use one. See `layout`.
 
-    A target of the same name and consumer continues where the memory stands, also after `kill -9`. One process at
-    a time may write.
+    A target of the same name and consumer continues from the rows in the memory, also after `kill -9`. Only one
+    process at a time may write.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         side.end(replace(served.reading, tables=side.copy.tables))
 
     def close(self) -> None:
-        """Stop to write. The memory stays, and says that nobody updates it."""
+        """Stop writing. The memory stays, and tells readers that its mirror has stopped."""
         self._memory.close()
 
 
