@@ -29,14 +29,14 @@ from tests.bench.scale import SizedTable, uniform
 from tests.bench.timing import spread_of
 
 from deltasync.checkpoints.chunks import LogRecord
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest, TableKey
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source, SourceTable
 from deltasync.client import Admin, Endpoint, RowBatch, TableSpec
-from deltasync.core.delivery import spec_record
 from deltasync.core.position import Position
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import spec_record
 
 _MODEL = "bench"
 _TIMES, _OF_A_CHECKPOINT = 5, 0.1

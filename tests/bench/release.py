@@ -33,7 +33,7 @@ from rich.console import Console
 from tests.bench.timing import spread_of
 
 from deltasync.base.process import keep_freed_memory
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
 from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch

@@ -36,7 +36,7 @@ from deltasync.client import Position, Release, RowBatch, TableSpec, ValueType
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery, Mode
+from deltasync.core.table_form import Delivery, Mode
 
 WAYS: tuple[Reads, ...] = ("pause", "copies")
 CHECKED = "checked"

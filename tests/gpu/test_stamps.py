@@ -28,7 +28,7 @@ from torch import nn
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode, gpu
-from deltasync.trainer.tracking.followed_rows import FollowedRows
+from deltasync.trainer.tracking.compared_rows import FollowedRows
 from deltasync.trainer.tracking.gpu import due_ids, rows_to_host, to_host, trimmed
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table

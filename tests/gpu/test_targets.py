@@ -14,7 +14,7 @@ from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery, Mode
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 READS = pytest.mark.parametrize("reads", ["pause", "copies"])

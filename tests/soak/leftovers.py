@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tests.soak.fleet import CLICKS
 
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import DATA, id_of
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.service.fsck import unknown_files

@@ -13,9 +13,9 @@ from tests.soak.rank import asked_of, journal_file
 from tests.soak.stores import KEYS, TOLD
 from tests.soak.training import Training, spec_of
 
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Mode
 from deltasync.trainer.example.compare import Tables, as_released, trainer_tables, unequal_rows
 
 

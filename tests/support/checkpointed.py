@@ -11,10 +11,10 @@ from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest, TableKey
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source, SourceTable
-from deltasync.core.delivery import spec_of_record, spec_record
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import Shard, TableSpec
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltasync.checkpoints.place import UNFINISHED, Place
+from deltasync.checkpoints.file_storage import UNFINISHED, Place
 from deltasync.log.lmdb_store import LmdbStore
 
 

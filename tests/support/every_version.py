@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.core.delivery import Delivery, Mode, value_type_of
 from deltasync.core.rows import Ids, Mask, Values
+from deltasync.core.table_form import Delivery, Mode, value_type_of
 
 _MOST_WRONG = 20
 _NONE: Ids = np.zeros(0, np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from torch import nn
 
-from deltasync.core.exported import Exported
+from deltasync.core.export_metadata import Exported
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec

@@ -27,8 +27,8 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.client.targets.target import Written
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import checksums_to_message

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from tests.support.seals import sealed
 
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pytest
 
-from deltasync.checkpoints.place import UNFINISHED, Place, PlaceFailed, Stored
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, Stored
 
 
 class Killed(BaseException):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Delivery
 from deltasync.core.tables import TableSpec
 
 Rows = Mapping[int, Values]

@@ -42,8 +42,8 @@ from torchrec.quant import embedding_modules as quant
 from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from deltasync.client import Position, Release, RowBatch, TableSpec
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 TYPES = {8: (ValueType.INT8_TBE, torch.qint8), 4: (ValueType.INT4_TBE, torch.quint4x2)}

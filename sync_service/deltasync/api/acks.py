@@ -15,10 +15,10 @@ from deltasync.base.events import EventKind
 from deltasync.base.waiting import Signal
 from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, Verified
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.delivery import Delivery
+from deltasync.core.comparison import VerifiedStatus, VerifiedTable
 from deltasync.core.position import Position
 from deltasync.core.seal import seal_of
-from deltasync.core.verified import VerifiedStatus, VerifiedTable
+from deltasync.core.table_form import Delivery
 from deltasync.model.feed import Feed
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head

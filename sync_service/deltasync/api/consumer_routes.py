@@ -13,7 +13,7 @@ from deltasync.base.errors import InvalidInput, NotOwner
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.follow import BACK, STAY, Distance
-from deltasync.consumers.history import HistoryLine
+from deltasync.consumers.serving_history import HistoryLine
 from deltasync.core.policy import FIELDS, Policy, PolicyField
 
 

@@ -13,18 +13,18 @@ from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.base.events import Events, RecentEvents
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.verified import VerifiedLine
+from deltasync.core.comparison import VerifiedLine
 from deltasync.model.model import Model
 from deltasync.service.backup import Backups
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
 from deltasync.service.fsck import Checked, check_service
-from deltasync.service.history import Histories
 from deltasync.service.hosting import drain_process
+from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
 from deltasync.service.operators import Brake, Removals, verify_replica
-from deltasync.service.versions import Versions
+from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
 
 

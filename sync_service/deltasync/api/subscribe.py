@@ -30,10 +30,10 @@ from deltasync.base.waiting import first_of
 from deltasync.base.words import printable
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.delivery import Delivery
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.seal import event_time_of
+from deltasync.core.table_form import Delivery
 from deltasync.model.feed import Feed
 from deltasync.model.releases import BLOCK_BYTES, FrozenRelease, Head, LargeRelease, Release
 from deltasync.service.consumers import Consumers

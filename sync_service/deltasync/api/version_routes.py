@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from deltasync.access.roles import author
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import json_object, text_body, text_of, while_wanted
-from deltasync.checkpoints.kept import KeptVersion
+from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.service.rollback import roll_back
 
 

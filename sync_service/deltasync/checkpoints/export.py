@@ -12,16 +12,16 @@ from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
 from deltasync.base.files import flush_folder
 from deltasync.base.words import listed
 from deltasync.checkpoints.chunks import CheckpointDamaged
-from deltasync.checkpoints.kept import find_kept
+from deltasync.checkpoints.file_storage import UNFINISHED, Place
+from deltasync.checkpoints.kept_version import find_kept
 from deltasync.checkpoints.manifest import Manifest, TableEntry
-from deltasync.checkpoints.place import UNFINISHED, Place
 from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.core.changes import Stamps
-from deltasync.core.delivery import spec_of_record
-from deltasync.core.exported import Exported
+from deltasync.core.export_metadata import Exported
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import spec_of_record
 from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)

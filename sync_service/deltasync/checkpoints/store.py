@@ -18,7 +18,8 @@ import numpy as np
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
-from deltasync.checkpoints.kept import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, Stored
+from deltasync.checkpoints.kept_version import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
 from deltasync.checkpoints.manifest import (
     DATA,
     MANIFESTS,
@@ -31,7 +32,6 @@ from deltasync.checkpoints.manifest import (
     pack_manifest,
     unpack_manifest,
 )
-from deltasync.checkpoints.place import UNFINISHED, Place, PlaceFailed, Stored
 from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
 from deltasync.core.changes import Stamps
 from deltasync.core.rows import Ids

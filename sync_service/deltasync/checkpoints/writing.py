@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CHUNK_BYTES, ChunkFile, LogRecord, packed_records
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import File, Layer, Manifest, TableEntry, TableKey
-from deltasync.checkpoints.place import Place
 from deltasync.core.changes import Stamps
 from deltasync.core.position import Position
 from deltasync.core.precopy import PreCopy

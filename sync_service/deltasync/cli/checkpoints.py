@@ -92,7 +92,7 @@ def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """The checkpoints at a place, and a message for each problem."""
-    from deltasync.checkpoints.place import Place
+    from deltasync.checkpoints.file_storage import Place
     from deltasync.checkpoints.store import CheckpointStore, models_of
 
     place, lines, problems = Place(url), list[dict[str, Any]](), list[str]()

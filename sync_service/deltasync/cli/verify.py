@@ -17,7 +17,7 @@ from deltasync.cli.tail import goodbye_on_sigterm
 from deltasync.client.admin import Admin, fetch_lag
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.stored_copy import StoredCopy, compare, stored_checkpoint
-from deltasync.core.verified import VerifiedLine, VerifiedStatus
+from deltasync.core.comparison import VerifiedLine, VerifiedStatus
 
 _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "why")
 

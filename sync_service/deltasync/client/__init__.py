@@ -51,10 +51,10 @@ from deltasync.client.targets.target import (
     TornTarget,
     Written,
 )
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 

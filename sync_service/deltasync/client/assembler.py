@@ -9,9 +9,9 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.target import Release
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import Mask, RowBatch
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import (

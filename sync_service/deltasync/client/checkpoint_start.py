@@ -10,9 +10,9 @@ import numpy as np
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
 from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
-from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
+from deltasync.core.table_form import Delivery, Mode, delivery_of_record, spec_of_record
 from deltasync.core.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
 def _manifests(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Manifest]]":
     """The checkpoints of the consumer's model, newest first."""
     try:
-        from deltasync.checkpoints.place import Place
+        from deltasync.checkpoints.file_storage import Place
         from deltasync.checkpoints.store import CheckpointStore, models_of
     except ImportError as error:
         raise InvalidInput(f"checkpoints {url!r}: {error}: install 'deltasync[s3]'") from error

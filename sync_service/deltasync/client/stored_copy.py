@@ -15,11 +15,11 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets.target import Release
+from deltasync.core.comparison import MOST_NAMED, VerifiedStatus, VerifiedTable
 from deltasync.core.digests import RowDigests, checksum, row_digests
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
 
 Rows: TypeAlias = Iterable[tuple[Ids, Values]]
 S = TypeVar("S", bound=np.generic)

@@ -11,10 +11,10 @@ from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
 from deltasync.consumers.follow import Distance, Follow, Objection
 from deltasync.consumers.pause import Pause, joined
+from deltasync.core.comparison import VerifiedTable
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.verified import VerifiedTable
 
 # Requests count from a random number of this many bits, because a replica may remember those of another process.
 _BITS = 62

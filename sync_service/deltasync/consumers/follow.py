@@ -6,8 +6,8 @@ from typing import Any
 
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.base.words import LONGEST_TEXT, duration, listed, utc
-from deltasync.checkpoints.kept import KeptVersion, kept_of_record, kept_record
-from deltasync.consumers.history import LONGEST_GAP_NS, HistoryLine, proven_since
+from deltasync.checkpoints.kept_version import KeptVersion, kept_of_record, kept_record
+from deltasync.consumers.serving_history import LONGEST_GAP_NS, HistoryLine, proven_since
 from deltasync.core.seal import SealHistory
 
 # What a request to follow a version calls the newest one.

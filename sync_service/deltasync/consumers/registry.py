@@ -23,7 +23,6 @@ from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.follow import Follow, Objection
-from deltasync.consumers.history import history_stream
 from deltasync.consumers.offsets import OffsetLog, consumer_record, offset_name, recorded_consumers
 from deltasync.consumers.pause import (
     ITSELF,
@@ -33,6 +32,7 @@ from deltasync.consumers.pause import (
     quarantine_of_record,
     quarantine_record,
 )
+from deltasync.consumers.serving_history import history_stream
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LAST_NUMBER, Logs, LogStore

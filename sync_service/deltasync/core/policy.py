@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
-from deltasync.core.delivery import Delivery, Mode
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import ID_TYPE, Numbered, TableSpec
 from deltasync.core.value_types import ValueType, sent_as
 

@@ -18,8 +18,8 @@ from deltasync.base.events import EventKind, error_text
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import DIGEST_TYPE, TableSpec
+from deltasync.cuts.admission import Run, may_join, may_publish
 from deltasync.cuts.cut import Cut
-from deltasync.cuts.runs import Run, may_join, may_publish
 from deltasync.cuts.sealing import AnnouncedTables, CutSealer
 from deltasync.log.log_store import LogFull
 

@@ -15,8 +15,8 @@ from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.seal import newest_event_time
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import DIGEST_TYPE, Shard, TableSpec
+from deltasync.cuts.admission import Run
 from deltasync.cuts.norm_guard import RowNorms
-from deltasync.cuts.runs import Run
 
 
 @dataclass(frozen=True, eq=False)

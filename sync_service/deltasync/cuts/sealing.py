@@ -19,15 +19,15 @@ from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal, newest_event_time
 from deltasync.core.tables import TableSpec
+from deltasync.cuts.admission import Run
 from deltasync.cuts.cut import Cut
 from deltasync.cuts.deletes import PendingDeletes
 from deltasync.cuts.norm_guard import NormGuard
-from deltasync.cuts.runs import Run
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied_tables import changes
 from deltasync.model.model import Model
 from deltasync.model.releases import FrozenRelease
-from deltasync.model.tables import changes
 
 
 class CutSealer:

@@ -15,9 +15,9 @@ from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import Seal, check_event_time, rolled_back_to
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.cuts.admission import Continuation, Run, continues, may_go_on
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
 from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
-from deltasync.cuts.runs import Continuation, Run, continues, may_go_on
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, packed_bytes
 from deltasync.v1 import publish_pb2

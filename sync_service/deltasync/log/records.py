@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 
 from deltasync.base.errors import StorageFailed
-from deltasync.core.delivery import spec_of_record, spec_record
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import Buffer, LogStore

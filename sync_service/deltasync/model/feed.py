@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from deltasync.base.clock import Moment
 from deltasync.base.decision import Decision
 from deltasync.checkpoints.writing import Source
-from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import NO_TABLES, Head, Release
 

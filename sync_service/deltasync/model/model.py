@@ -26,19 +26,19 @@ from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
 from deltasync.core.cut_times import RecentCuts
-from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
+from deltasync.core.table_form import Delivery
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
 from deltasync.model.feed import Derived, Standing, TableStanding, table_standing
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
 from deltasync.model.recovery import Recovery, ViewRecovery
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
-from deltasync.model.tables import MODEL_OWNER, AppliedTables, cut_rows
 
 T = TypeVar("T")
 _RELEASE_MEMORY_BYTES = 64 << 20

@@ -12,11 +12,11 @@ from typing import Any
 
 from deltasync.base.errors import Damaged, StorageFailed
 from deltasync.base.words import counted
-from deltasync.checkpoints.place import PlaceFailed
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.delivery import spec_of_record, spec_record
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LAST_NUMBER, LogFull, LogStore, LogUnavailable

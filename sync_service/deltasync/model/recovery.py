@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from deltasync.base.errors import StorageFailed
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.manifest import Manifest, TableEntry, TableKey
-from deltasync.checkpoints.place import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.changes import Stamps
 from deltasync.core.position import line_of
@@ -24,8 +24,8 @@ from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.records import reading, seal_of_record, unpack_json
 from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied_tables import AppliedTables, key_of, published_rows
 from deltasync.model.model_store import ModelStore
-from deltasync.model.tables import AppliedTables, key_of, published_rows
 
 
 class RowsLost(StorageFailed):

@@ -21,8 +21,8 @@ import xxhash
 from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, Stored
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import UNFINISHED, Place, Stored
 from deltasync.log.data_directory import (
     BACKUP_MARKER,
     CHECKPOINTS,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.events import EventKind, Events
-from deltasync.checkpoints.kept import KeptVersion, find_kept
+from deltasync.checkpoints.kept_version import KeptVersion, find_kept
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import LIVE, Distance, Follow, Objection, check_past, next_version
-from deltasync.consumers.history import REPEAT_SECONDS, HistoryLine, read_lines
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine, read_lines
 from deltasync.core.seal import seal_of
 from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model

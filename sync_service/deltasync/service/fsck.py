@@ -10,13 +10,13 @@ from deltasync.base.errors import Damaged, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.words import counted
-from deltasync.checkpoints.kept import KEPT
+from deltasync.checkpoints.file_storage import Place
+from deltasync.checkpoints.kept_version import KEPT
 from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
-from deltasync.consumers.history import history_stream
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.consumers.serving_history import history_stream
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamped_table import StampedTable
 from deltasync.log.data_directory import (

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, Owner, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.checkpoints.place import PlaceFailed
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.offsets import recorded_consumers
 from deltasync.consumers.registry import ConsumerRegistry
@@ -18,7 +18,7 @@ from deltasync.log.log_store import Logs, LogStore
 from deltasync.log.records import check_log
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
-from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
+from deltasync.service.recoveries import Recoveries, Reloading, models_to_recover
 
 _NO_FOLDER = Path("/nonexistent")  # A shared log may be new even if this process has checkpoints.
 

@@ -17,12 +17,12 @@ from deltasync.base.errors import (
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import Signal
 from deltasync.base.words import listed
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.delivery import spec_of_record
 from deltasync.core.stamped_table import table_bytes
+from deltasync.core.table_form import spec_of_record
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator

@@ -13,9 +13,9 @@ from deltasync.base.words import counted, listed
 from deltasync.consumers.consumer import Consumer, Replica, Verified
 from deltasync.consumers.pause import ITSELF, Pause
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.comparison import VerifiedStatus
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import TableSpec
-from deltasync.core.verified import VerifiedStatus
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.model.model_store import note_removal, remove_model
 from deltasync.service.models import Models, ranks_of

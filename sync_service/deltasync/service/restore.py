@@ -14,8 +14,8 @@ from typing import Any
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.files import flush_folder
 from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.position import next_epoch
 from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder

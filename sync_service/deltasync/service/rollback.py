@@ -9,7 +9,7 @@ import numpy as np
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
-from deltasync.checkpoints.kept import KeptVersion, find_kept
+from deltasync.checkpoints.kept_version import KeptVersion, find_kept
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.consumers.follow import check_past
 from deltasync.core.policy import Policy
@@ -18,14 +18,14 @@ from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import rollback_run_id
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.cuts.admission import MAX_AHEAD_NS, Run
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.runs import MAX_AHEAD_NS, Run
 from deltasync.cuts.session import Opening, PublishSession, open_session
+from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
-from deltasync.model.tables import key_of
 from deltasync.service.models import Models, ranks_of
 from deltasync.v1 import publish_pb2
-from deltasync.views.kept import load_kept
+from deltasync.views.kept_tables import load_kept
 from deltasync.wire.messages import position_to_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 

@@ -19,13 +19,13 @@ from deltasync.log.records import check_log
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
-from deltasync.service.history import Histories
 from deltasync.service.hosting import Hosting, SharedLogs
+from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models, Publishing, Storage
 from deltasync.service.operators import Brake, Removals
 from deltasync.service.options import ServiceOptions
-from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
-from deltasync.service.versions import Versions
+from deltasync.service.recoveries import Recoveries, Reloading, models_to_recover
+from deltasync.service.serving_history import Histories
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 

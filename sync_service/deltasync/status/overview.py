@@ -17,8 +17,8 @@ from deltasync.cuts.coordinator import CutCoordinator, RankSession
 from deltasync.cuts.sealing import CutSealer
 from deltasync.log.volume import Volume
 from deltasync.model.model import Model
+from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
-from deltasync.service.versions import Versions
 from deltasync.status.lag import ConsumerLag, State, needs_somebody
 from deltasync.status.readiness import Check, checks, troubles
 from deltasync.status.sources import Sources

@@ -9,9 +9,9 @@ from deltasync.base.events import EventCounts, RecentEvents
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
+from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
 from deltasync.service.self_test import ProbeStatus
-from deltasync.service.versions import Versions
 from deltasync.service.volumes import Volumes
 
 # How many cuts, kept versions and events an overview shows.

@@ -14,16 +14,16 @@ import numpy as np
 
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.manifest import TableKey
-from deltasync.core.delivery import Delivery
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, Mask, members
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
+from deltasync.model.applied_tables import key_of
 from deltasync.model.feed import Backlog, RowTotals, total
-from deltasync.model.tables import key_of
-from deltasync.views.kept import delete_later_rows
+from deltasync.views.kept_tables import delete_later_rows
 from deltasync.views.log import ViewState
 from deltasync.views.picking import DirtyRows
 from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable

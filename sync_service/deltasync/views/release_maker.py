@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.errors import StorageFailed
 from deltasync.base.words import counted
-from deltasync.checkpoints.kept import KeptVersion
-from deltasync.core.delivery import Delivery
+from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.feed import ReleaseStatistics, total

@@ -11,17 +11,17 @@ import numpy as np
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
-from deltasync.core.delivery import delivery_of_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import line_of
 from deltasync.core.rows import Ids, members
 from deltasync.core.seal import release_checksum
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import delivery_of_record
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
-from deltasync.model.tables import key_of
-from deltasync.views.kept import load_kept
+from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.making import Making, ReleasePlan, left_of
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from deltasync.base.threads import MODEL_THREAD, confined, in_shares
 from deltasync.core.changes import ChangeCounts, Stamps
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, Mask, RowBatch, Values, members
 from deltasync.core.stamped_table import Slots, StampedTable
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import distances

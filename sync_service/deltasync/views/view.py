@@ -14,15 +14,15 @@ from deltasync.base.threads import EVENT_LOOP, confined
 from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.consumers.follow import Follow, check_past
-from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.seal import SealHistory
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery
 from deltasync.model.feed import Standing, TableStanding
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
-from deltasync.views.kept import load_kept
+from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState
 from deltasync.views.making import ReleasePlan
 from deltasync.views.pacing import LONGEST_SECONDS

@@ -8,9 +8,9 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import ID_TYPE, STATE_TYPES, Numbered, Shard, TableKind, TableSpec, sizes_of
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2

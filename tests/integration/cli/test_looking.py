@@ -15,8 +15,8 @@ from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.table_form import Mode
 
 
 @pytest.fixture

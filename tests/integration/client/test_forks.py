@@ -30,7 +30,7 @@ from deltasync.client import (
     SubscriberOptions,
 )
 from deltasync.client.targets.local import Gate
-from deltasync.core.delivery import Delivery
+from deltasync.core.table_form import Delivery
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import delivery_to_message
 

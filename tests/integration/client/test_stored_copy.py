@@ -35,7 +35,7 @@ from deltasync.client import CallbackTarget, Mode, Policy, Position, SubscriberO
 from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, stored_checkpoint
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.client.torch_checkpoint import checkpoint_copy
-from deltasync.core.verified import VerifiedTable
+from deltasync.core.comparison import VerifiedTable
 
 CHECKPOINTS = True
 POLICIES = {

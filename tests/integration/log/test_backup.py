@@ -18,8 +18,8 @@ from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
 from deltasync.base.errors import StorageFailed
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import (
     Admin,

@@ -15,8 +15,8 @@ from tests.support.server import RunningService
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.progress import Progress
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import InvalidInput, NumpyTarget, ServiceUnavailable
 from deltasync.log.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP, lock_data_directory

@@ -12,7 +12,7 @@ from tests.support.server import RunningService
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.service.restore import restore
 

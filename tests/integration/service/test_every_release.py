@@ -32,7 +32,7 @@ from deltasync.client import (
     TableSpec,
     ValueType,
 )
-from deltasync.core.delivery import value_type_of
+from deltasync.core.table_form import value_type_of
 
 WAIT = 20.0
 USER = TableSpec("user", 17_000, 256)

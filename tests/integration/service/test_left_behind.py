@@ -14,7 +14,7 @@ from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import Policy
 from deltasync.log import lmdb_store

@@ -16,7 +16,7 @@ from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
 from deltasync.base.events import EventKind
-from deltasync.checkpoints.place import UNFINISHED, Place
+from deltasync.checkpoints.file_storage import UNFINISHED, Place
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard

@@ -28,7 +28,7 @@ from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 from torch import nn
 
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cli.consumers import replicas
 from deltasync.cli.tables import models, tables

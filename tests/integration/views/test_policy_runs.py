@@ -25,9 +25,9 @@ from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
 from deltasync.base.errors import StorageFailed
 from deltasync.client import Admin, CallbackTarget, Position, Release, Shard
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.log.lmdb_store import LmdbStore

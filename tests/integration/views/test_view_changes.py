@@ -20,8 +20,8 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 
 from deltasync.client import Admin, CallbackTarget, Position, Release, TableSpec
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.views.log import ViewLog
 

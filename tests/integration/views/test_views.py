@@ -23,8 +23,8 @@ from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack, size_of
 
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.views.view import View
 

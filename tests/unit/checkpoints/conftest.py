@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.support.checkpointed import MODEL, Checkpointed
 
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 
 

@@ -9,8 +9,8 @@ from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 from tests.support.mortal_place import Calls, Killed, MortalPlace, PowerCuts
 
 from deltasync.base.errors import StorageFailed
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 
 

@@ -10,8 +10,8 @@ from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
 from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged, read_chunks
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamped_table import StampedTable

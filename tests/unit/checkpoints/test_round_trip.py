@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.support.checkpointed import MODEL, Checkpointed, Owner, as_lists, loaded, same
 
 from deltasync.checkpoints.chunks import ChunkFile, read_chunks
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.delivery import spec_of_record
+from deltasync.core.table_form import spec_of_record
 
 T = TypeVar("T")
 

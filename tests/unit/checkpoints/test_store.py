@@ -13,8 +13,8 @@ from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.file_storage import Place, PlaceFailed, Stored
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place, PlaceFailed, Stored
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.rows import DamagedRows
 

@@ -13,8 +13,8 @@ from deltasync.cli.lag import lag_lines
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag
 

@@ -13,8 +13,8 @@ from tests.support.command import deltasync
 from tests.support.local_service import opened, publish, send
 from tests.support.wire import close, delete_chunk, part, random_rows
 
-from deltasync.checkpoints.kept import KeptVersion
-from deltasync.core.exported import Exported
+from deltasync.checkpoints.kept_version import KeptVersion
+from deltasync.core.export_metadata import Exported
 from deltasync.core.policy import Policy
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType

@@ -15,9 +15,9 @@ from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, Ta
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.client.targets.target import Reads, Written
-from deltasync.core.delivery import Delivery, HeldSpec, Mode
 from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import Delivery, HeldSpec, Mode
 from deltasync.core.value_types import ValueType
 
 TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]

@@ -18,8 +18,8 @@ from deltasync.client.assembler import ReleaseAssembler, latest_rows
 from deltasync.client.stored_copy import _Seen
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import row_digests
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 from deltasync.model import releases
 from deltasync.model.releases import FrozenRelease, ReleaseChunk

@@ -15,9 +15,9 @@ from deltasync.base.errors import Contradiction
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 HALVES = {ValueType.FP16: torch.float16, ValueType.BF16: torch.bfloat16}

@@ -40,8 +40,8 @@ from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_binding import bind
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")

@@ -43,8 +43,8 @@ from deltasync.client import Release, RowBatch
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 pytestmark = [

@@ -6,9 +6,9 @@ import pytest
 from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput
-from deltasync.checkpoints.kept import KeptVersion
+from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.consumers.follow import BACK, STAY, Distance, Follow, Objection, next_version
-from deltasync.consumers.history import HistoryLine, proven_since
+from deltasync.consumers.serving_history import HistoryLine, proven_since
 
 SECOND = 10**9
 KEPT = [

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deltasync.base.errors import InvalidInput
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 

@@ -13,11 +13,11 @@ from tests.support.documents import ROOT
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput
 from deltasync.base.threads import not_shared_yet
-from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record, spec_record
 from deltasync.core.digests import checksum_of, squared_norms
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values, row_ids
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery, Mode, delivery_of_record, spec_of_record, spec_record
 from deltasync.core.tables import (
     MAX_DIM,
     MAX_ROWS,

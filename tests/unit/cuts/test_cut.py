@@ -17,9 +17,9 @@ from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.cuts import cut as cuts
+from deltasync.cuts.admission import Run
 from deltasync.cuts.cut import Cut, RankPart
 from deltasync.cuts.norm_guard import NormGuard, NormLimit, exceeds
-from deltasync.cuts.runs import Run
 from deltasync.cuts.session import check_open
 
 TABLE = TableSpec("user", 12, 4)

@@ -15,7 +15,7 @@ from deltasync.base.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.model.tables import AppliedTables
+from deltasync.model.applied_tables import AppliedTables
 from deltasync.service.service import Service
 
 

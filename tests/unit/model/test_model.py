@@ -16,7 +16,7 @@ from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.session import PublishSession

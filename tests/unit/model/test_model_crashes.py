@@ -16,7 +16,7 @@ from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.support.seals import sealed
 
 from deltasync.base.errors import StorageFailed
-from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable

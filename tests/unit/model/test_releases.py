@@ -18,8 +18,8 @@ from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.model import releases
+from deltasync.model.applied_tables import cut_rows
 from deltasync.model.releases import Copying, FrozenRelease, ReleaseChunk, checksums_of, freeze
-from deltasync.model.tables import cut_rows
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
 A_BYTES = TABLES[0].row_bytes

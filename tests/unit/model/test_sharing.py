@@ -25,9 +25,9 @@ from deltasync.core.tables import Shard
 from deltasync.cuts.session import PublishSession
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.model import releases
+from deltasync.model.applied_tables import AppliedTables
 from deltasync.model.model import Model
 from deltasync.model.releases import FrozenRelease, freeze
-from deltasync.model.tables import AppliedTables
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, subscribe_pb2
 from deltasync.wire.row_messages import part_chunk, release_chunk, serialized

@@ -15,7 +15,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.seal import SealHistory
 from deltasync.core.table_memory import RAM
 from deltasync.core.tables import TableKind, TableSpec
-from deltasync.model.tables import AppliedTables, changes
+from deltasync.model.applied_tables import AppliedTables, changes
 
 USER = TableSpec("user", 40, 4)
 DENSE = TableSpec("over.weight", 3, 4)

@@ -22,8 +22,8 @@ from tests.unit.support.async_tests import as_test, in_service
 
 from deltasync.base.errors import NotFound, NotOwner, Owner, ServiceUnavailable, StorageFailed
 from deltasync.base.events import Event, EventKind
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Alone

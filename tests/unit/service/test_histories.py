@@ -21,8 +21,8 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
 ) -> None:
     """Otherwise a follower would wait for an hour."""
     now, ahead = time.time_ns, [0]
-    monkeypatch.setattr("deltasync.service.history._LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("deltasync.service.history.time.time_ns", lambda: now() + ahead[0])
+    monkeypatch.setattr("deltasync.service.serving_history._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.serving_history.time.time_ns", lambda: now() + ahead[0])
     session = await publish(service)
     assert session.coordinator.model.position.number == 1
     consumer = await service.consumers.create("canary", "clicks", Policy())
@@ -56,7 +56,7 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
 async def test_a_withdrawn_objection_has_the_version_that_was_served_then(
     service: Service, monkeypatch: pytest.MonkeyPatch, rolls_back: bool
 ) -> None:
-    monkeypatch.setattr("deltasync.service.history._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.serving_history._LOOK_SECONDS", 0.001)
     session = await publish(service)
     if rolls_back:  # The newest version has the rows of version 1 again.
         await service.versions.keep("clicks")

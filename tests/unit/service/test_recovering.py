@@ -25,7 +25,7 @@ from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.progress import Progress
-from deltasync.checkpoints.place import Place, PlaceFailed, Stored
+from deltasync.checkpoints.file_storage import Place, PlaceFailed, Stored
 from deltasync.checkpoints.store import CheckpointStore, Found
 from deltasync.core.policy import Policy
 from deltasync.core.table_memory import NoTableMemory

@@ -16,7 +16,7 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable, StorageFailed
 from deltasync.base.events import Event, EventKind
-from deltasync.checkpoints.place import PlaceFailed
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows

@@ -16,7 +16,7 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
 from deltasync.base.events import Events
-from deltasync.checkpoints.place import Place, PlaceFailed
+from deltasync.checkpoints.file_storage import Place, PlaceFailed
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy

@@ -17,11 +17,11 @@ from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, StorageFailed
-from deltasync.checkpoints.place import Place, PlaceFailed
+from deltasync.checkpoints.file_storage import Place, PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import BACK, LIVE, Distance
-from deltasync.consumers.history import HistoryLine, history_stream, pack_line
+from deltasync.consumers.serving_history import HistoryLine, history_stream, pack_line
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service

@@ -19,7 +19,7 @@ from deltasync.core.policy import Policy
 from deltasync.service.fsck import check_data_directory
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
-from deltasync.views.kept import load_kept
+from deltasync.views.kept_tables import load_kept
 
 MODEL = "clicks"
 POLICIES = {"canary": Policy(), "fleet": Policy(), "ranked": Policy(top_k=3)}

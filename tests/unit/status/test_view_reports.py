@@ -14,7 +14,7 @@ from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_agai
 from tests.unit.support.async_tests import as_test
 
 from deltasync.base.clock import steady_ns
-from deltasync.checkpoints.kept import KeptVersion
+from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.follow import Follow
 from deltasync.consumers.pause import Pause

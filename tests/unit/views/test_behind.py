@@ -11,7 +11,7 @@ from deltasync.base.clock import FOREVER_NS
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.model.tables import AppliedTables
+from deltasync.model.applied_tables import AppliedTables
 
 SECOND = 10**9
 USER = TableSpec("user", 20, 2)

@@ -28,9 +28,9 @@ from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import Event, EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import DamagedRows, RowBatch
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease

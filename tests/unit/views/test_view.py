@@ -12,9 +12,9 @@ from tests.support.view_scenarios import ITEM, TOP, USER, changed, is_due, refus
 
 from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.views.log import ViewLog

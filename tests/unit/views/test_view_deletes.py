@@ -14,10 +14,10 @@ from tests.unit.views.models import Models
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.threads import not_shared_yet
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease

@@ -21,10 +21,10 @@ from tests.support.view_scenarios import (
 from tests.unit.views.models import Models
 
 from deltasync.base.errors import ServiceUnavailable, StorageFailed
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
+from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull

@@ -15,9 +15,9 @@ from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a
 from tests.unit.views.models import Models
 
 from deltasync.base.errors import StorageFailed
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease

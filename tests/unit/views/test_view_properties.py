@@ -20,11 +20,11 @@ from tests.support.view_scenarios import bits_of, refuse
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.words import counted
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.feed import RowTotals

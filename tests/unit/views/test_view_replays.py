@@ -15,9 +15,9 @@ from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import bits_of
 
-from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.views import making

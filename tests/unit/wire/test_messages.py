@@ -10,10 +10,10 @@ from hypothesis.extra import numpy as hnp
 from tests.support.wire import decoded, rows_message
 
 from deltasync.base.errors import Damaged, InvalidInput
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.log import records

@@ -13,7 +13,7 @@ from torch import nn
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import listed
-from deltasync.core.exported import Exported
+from deltasync.core.export_metadata import Exported
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.distributed.start import begun_together

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.delivery import HeldSpec
 from deltasync.core.position import Position
+from deltasync.core.table_form import HeldSpec
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 

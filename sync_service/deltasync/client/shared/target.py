@@ -23,7 +23,7 @@ from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
-from deltasync.core.delivery import HeldSpec
+from deltasync.core.table_form import HeldSpec
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 

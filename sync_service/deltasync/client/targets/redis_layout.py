@@ -9,9 +9,9 @@ import numpy as np
 
 from deltasync.base.errors import Contradiction
 from deltasync.client.targets.target import Release
-from deltasync.core.delivery import HeldSpec
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import HeldSpec
 from deltasync.core.tables import TableSpec
 
 FORMAT = 1

@@ -20,8 +20,8 @@ from deltasync.base.errors import Contradiction
 from deltasync.client.targets.numpy_target import Bytes, check_fit, rows_at, staged_rows
 from deltasync.client.targets.target import BatchDigests
 from deltasync.client.targets.torch_compiled import compiled_module_of
-from deltasync.core.delivery import HeldSpec, value_type_of
 from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.table_form import HeldSpec, value_type_of
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape
 from deltasync.core.value_types import SCALE_AND_BIAS_BYTES, ValueType, of_tbe, to_tbe
 

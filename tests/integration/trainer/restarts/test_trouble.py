@@ -230,7 +230,7 @@ def test_a_trainer_that_another_has_taken_over_from_does_not_follow_it_as_anothe
 ) -> None:
     saved, later = trainer.sync.state_dict(), Trainer(running)
     later.sync.close(WAIT)
-    monkeypatch.setattr("deltasync.cuts.runs.GONE_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.cuts.admission.GONE_SECONDS", 0.0)
     if begins_anew == "resharded":
         trainer.sync.tracker.attachments += 1
     else:

@@ -12,7 +12,7 @@ from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
-from deltasync.trainer.tracking.followed_rows import differing_rows
+from deltasync.trainer.tracking.compared_rows import differing_rows
 from deltasync.trainer.tracking.stamps import CLOCK_END, Clock, HostMarks, HostStamps, TableStamps, forget
 
 # Bits, among them -0.0, two NaNs and the smallest number.

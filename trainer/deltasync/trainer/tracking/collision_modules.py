@@ -17,7 +17,7 @@ from deltasync.base.words import counted
 from deltasync.client.targets.torch_collision import not_found
 from deltasync.core.tables import FREE_ID, Shard, TableKind, TableSpec
 from deltasync.kernels.tracking import read_sorted
-from deltasync.trainer.tracking.followed_rows import follow_numbers
+from deltasync.trainer.tracking.compared_rows import follow_numbers
 from deltasync.trainer.tracking.modules import named_modules, table_fqn
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 

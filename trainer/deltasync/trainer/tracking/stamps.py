@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.kernels import tracking
-from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
+from deltasync.trainer.tracking.compared_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.gpu import ids_by_table
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.tracked_model import Lookup

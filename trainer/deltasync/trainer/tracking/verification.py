@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deltasync.base.errors import Contradiction
-from deltasync.trainer.tracking.followed_rows import differing_rows
+from deltasync.trainer.tracking.compared_rows import differing_rows
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import CLOCK_END, RowStamps
 

@@ -9,15 +9,15 @@ from functools import partial
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.history import (
+from deltasync.consumers.registry import ConsumerRegistry, offset_in
+from deltasync.consumers.serving_history import (
     REPEAT_SECONDS,
     HistoryLine,
     history_stream,
     pack_line,
     read_lines,
 )
-from deltasync.consumers.registry import ConsumerRegistry, offset_in
-from deltasync.core.delivery import Mode
+from deltasync.core.table_form import Mode
 from deltasync.log.log_store import LogStore
 from deltasync.model.feed import Feed
 from deltasync.service.consumers import Consumers

@@ -13,12 +13,12 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.base.events import Event, EventKind
-from deltasync.checkpoints.kept import KeptVersion
+from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cuts.session import PublishSession
+from deltasync.service.kept_versions import outdated
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.service.versions import outdated
 from deltasync.status.overview import kept_overviews
 
 MODEL = "clicks"
@@ -61,7 +61,7 @@ async def test_the_newest_version_is_kept_under_a_name_and_released(service: Ser
 async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.service.versions._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.kept_versions._LOOK_SECONDS", 0.001)
     session = await publish(service)
     named = await service.versions.keep(MODEL, "mine")
     running = asyncio.create_task(service.versions.run())
@@ -82,8 +82,8 @@ async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
 async def test_the_last_listing_costs_no_reading_and_has_every_change(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.service.versions._LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("deltasync.service.versions._READ_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.kept_versions._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.kept_versions._READ_AGAIN_SECONDS", 0.001)
     failures, reading = list[Event](), CheckpointStore.kept
     service.events.listen(lambda event: failures.append(event) if event.kind is EventKind.FAILED else None)
 

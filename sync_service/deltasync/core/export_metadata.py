@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deltasync.base.errors import InvalidInput
-from deltasync.core.delivery import spec_of_record, spec_record
 from deltasync.core.position import Position
+from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import TableSpec
 
 # The key of the description, which is JSON, because metadata of safetensors are texts.

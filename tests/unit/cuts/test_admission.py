@@ -11,7 +11,7 @@ from tests.support.wire import WHOLE, full_part, random_rows
 from deltasync.base.errors import Contradiction, ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.core.seal import Seal
-from deltasync.cuts.runs import MAX_AHEAD_NS, Run, continues, may_publish
+from deltasync.cuts.admission import MAX_AHEAD_NS, Run, continues, may_publish
 
 HEAD = sealed(5, run="b")
 NOW = 10**18
@@ -163,7 +163,7 @@ async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
         crashed.end("it has crashed")
         with pytest.raises(ServiceUnavailable, match="run behind may follow run crashed, which began"):
             await join(service, run="behind", started=HOUR)
-        monkeypatch.setattr("deltasync.cuts.runs.GONE_SECONDS", 0.0)
+        monkeypatch.setattr("deltasync.cuts.admission.GONE_SECONDS", 0.0)
         behind = await join(service, run="behind", started=HOUR)
         await send(behind, full_part(1, random_rows(1), WHOLE))
         behind.end("it has gone")

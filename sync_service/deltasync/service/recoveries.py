@@ -9,7 +9,7 @@ from typing import Any
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import backoff, first_of
-from deltasync.checkpoints.place import PlaceFailed
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.table_memory import NoTableMemory
 from deltasync.log.log_store import LogStore, LogUnavailable

@@ -7,9 +7,9 @@ from tests.support.checkpointed import MODEL, Checkpointed
 from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
-from deltasync.checkpoints.kept import KeptVersion, check_kept_name, find_kept
+from deltasync.checkpoints.file_storage import Place
+from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 
 

@@ -23,11 +23,11 @@ from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFail
 from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable
-from deltasync.core.delivery import spec_record
 from deltasync.core.policy import Policy
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable, table_bytes
+from deltasync.core.table_form import spec_record
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.model.model_store import ModelStore

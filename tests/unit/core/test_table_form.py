@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import row_digests
 from deltasync.core.rows import Values
+from deltasync.core.table_form import Delivery, Mode
 from deltasync.core.tables import STATE_TYPES, VALUE_TYPES, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 

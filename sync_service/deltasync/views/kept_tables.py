@@ -6,13 +6,13 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput
 from deltasync.checkpoints.manifest import TableKey
-from deltasync.core.delivery import spec_of_record
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import spec_of_record
 from deltasync.core.tables import Shard
+from deltasync.model.applied_tables import MODEL_OWNER, key_of
 from deltasync.model.model import Model
-from deltasync.model.tables import MODEL_OWNER, key_of
 from deltasync.views.table import ViewTable
 
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.checkpoints.kept import KeptVersion, check_kept_name, find_kept
+from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import File
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
