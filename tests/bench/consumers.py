@@ -127,7 +127,7 @@ class Fleet:
         self._cpu.append(cpu_seconds(self._service.pid))
         self._system.append(system_seconds(self._service.pid))
         for _ in range(_CUTS_OF_A_TURN):
-            self._deliveries = self._cut()
+            self._forms = self._cut()
 
     def cpu_per_version(self) -> list[float]:
         """CPU seconds per version, in each turn; none is less than what the kernel's clock can tell."""
@@ -138,7 +138,7 @@ class Fleet:
         """Memory, and what each consumer was given after the first cut, which has all rows."""
         delivered = {
             name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
-            for name, (releases, rows) in self._deliveries.items()
+            for name, (releases, rows) in self._forms.items()
         }
         return {
             "versions": self._step - 1,
@@ -208,7 +208,7 @@ def _table_bytes(table: TableSpec) -> int:
 def _view_bytes(policy: Policy, tables: Sequence[TableSpec]) -> int:
     """The same of what a view has: the rows in the type in which they are sent. Without a policy there is none."""
     followed = [] if policy.sends_everything else [table for table in tables if policy.follows(table)]
-    return sum(_table_bytes(policy.delivery_of(table).encoded_spec) for table in followed)
+    return sum(_table_bytes(policy.form_of(table).encoded_spec) for table in followed)
 
 
 def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:

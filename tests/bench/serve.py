@@ -36,7 +36,7 @@ from deltasync.client import Position, Release, RowBatch, TableSpec, ValueType
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 
 WAYS: tuple[Reads, ...] = ("pause", "copies")
 CHECKED = "checked"
@@ -172,8 +172,8 @@ class Predictor:
     def _rows(self, count: int) -> RowBatch:
         ids = np.sort(self._generator.choice(self._options.rows, count, replace=False))
         values = self._generator.standard_normal((count, self._options.dim), np.float32)
-        delivery = Delivery(self._table, ValueType.INT8_TBE, Mode.EMBEDDINGS)
-        return RowBatch.of_table(delivery.held_spec, ids, delivery.encode(values))
+        form = TableForm(self._table, ValueType.INT8_TBE, Mode.EMBEDDINGS)
+        return RowBatch.of_table(form.replica_spec, ids, form.encode(values))
 
     def _batch(self) -> KeyedJaggedTensor:
         ids = torch.from_numpy(self._generator.integers(0, self._options.rows, _BAGS * _BAG))

@@ -14,7 +14,7 @@ from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 
 READS = pytest.mark.parametrize("reads", ["pause", "copies"])
@@ -34,9 +34,9 @@ class Model(nn.Module):
 def release_of(number: int, model: Model, ids: Any, value_type: ValueType | None = None) -> Release:
     """Some rows of the table, and all of the rest: the first brings everything."""
     table = TableSpec("user", ROWS, DIM)
-    delivery = Delivery(table, value_type, Mode.EMBEDDINGS) if value_type else Delivery.unchanged(table)
-    values = delivery.held(delivery.encode(model.user.weight.detach().numpy()[ids]))
-    rows = [RowBatch.of_table(delivery.held_spec, np.asarray(ids), values)]
+    form = TableForm(table, value_type, Mode.EMBEDDINGS) if value_type else TableForm.unchanged(table)
+    values = form.held(form.encode(model.user.weight.detach().numpy()[ids]))
+    rows = [RowBatch.of_table(form.replica_spec, np.asarray(ids), values)]
     for name, kind in (("over.weight", "parameter"), ("over.bias", "parameter"), ("count", "buffer")):
         array = model.state_dict()[name].numpy()
         array = array.reshape(1, -1) if array.ndim < 2 else array

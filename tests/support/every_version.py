@@ -9,7 +9,7 @@ import numpy as np
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.core.rows import Ids, Mask, Values
-from deltasync.core.table_form import Delivery, Mode, value_type_of
+from deltasync.core.table_form import Mode, TableForm, value_type_of
 
 _MOST_WRONG = 20
 _NONE: Ids = np.zeros(0, np.int64)
@@ -329,8 +329,8 @@ def _as_held(spec: TableSpec, rows: Values) -> Values:
     if not spec.kind.ranked:
         return rows
     of_model = TableSpec(spec.name, spec.rows, rows.shape[1], rows.dtype)
-    delivery = Delivery(of_model, value_type_of(spec), Mode.EMBEDDINGS)
-    return delivery.held(delivery.encode(rows))
+    form = TableForm(of_model, value_type_of(spec), Mode.EMBEDDINGS)
+    return form.held(form.encode(rows))
 
 
 def _same(held: Values, expected: Values) -> Mask:

@@ -6,7 +6,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from torch import nn
 
-from deltasync.core.export_metadata import Exported
+from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
@@ -34,7 +34,7 @@ def write_export(path: Path, model: nn.Module, *more: TableSpec, step: int = 7) 
     """Write version 3 of a model; `more` are further tables, of zeros."""
     rows = rows_of(model) | {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in more}
     tables = [*published_tables(model, dense=True), *more]
-    exported = Exported(
+    exported = ExportMetadata(
         model="clicks", position=Position("history", 3, 2**63 + 5), step=step, event_time_unix_ns=99, tables=tables
     )
     shaped = {

@@ -28,7 +28,7 @@ from deltasync.client import (
 )
 from deltasync.client.targets.target import Written
 from deltasync.core.rows import Values
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import checksums_to_message
@@ -123,8 +123,8 @@ class Trainer:
 
 def as_sent(table: TableSpec, rows: Values, value_type: ValueType) -> Values:
     """Rows as replicas have them after encoding with a value type."""
-    delivery = Delivery(table, sent_as(table, value_type), Mode.EMBEDDINGS)
-    return delivery.held(delivery.encode(rows))
+    form = TableForm(table, sent_as(table, value_type), Mode.EMBEDDINGS)
+    return form.held(form.encode(rows))
 
 
 def held(target: NumpyTarget) -> dict[str, bytes]:

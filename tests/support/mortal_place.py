@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import pytest
 
-from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, Stored
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, StoredFile
 
 
 class Killed(BaseException):
@@ -65,7 +65,7 @@ class MortalPlace(Place):
         with super().open(name) as file:
             yield file
 
-    def names(self, folder: str) -> list[Stored]:
+    def names(self, folder: str) -> list[StoredFile]:
         self._calls(folder)
         return super().names(folder)
 

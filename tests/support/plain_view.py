@@ -10,7 +10,7 @@ import numpy as np
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.core.tables import TableSpec
 
 Rows = Mapping[int, Values]
@@ -30,22 +30,22 @@ class PlainHeld:
     """What replicas have of a table: encoded rows, and the versions since which others are dirty."""
 
     source: PlainTable
-    delivery: Delivery
+    form: TableForm
     rows: dict[int, Values] = field(default_factory=dict)
     dirty_since: dict[int, int] = field(default_factory=dict)
 
     def row(self, row: int) -> Values:
-        zeros = np.zeros((1, self.delivery.spec.dim), self.delivery.spec.dtype)
-        nothing = self.delivery.encode(zeros)[0]
+        zeros = np.zeros((1, self.form.spec.dim), self.form.spec.dtype)
+        nothing = self.form.encode(zeros)[0]
         held: Values = self.rows.get(row, nothing)
         return held
 
     def wanted(self, row: int) -> Values:
-        wanted: Values = self.delivery.encode(self.source.rows[row][None])[0]
+        wanted: Values = self.form.encode(self.source.rows[row][None])[0]
         return wanted
 
     def decoded(self, row: int) -> Values:
-        values: Values = self.delivery.decode(self.row(row)[None])[0]
+        values: Values = self.form.decode(self.row(row)[None])[0]
         return values
 
     def norm(self, row: int) -> float:
@@ -103,11 +103,11 @@ class PlainModel:
 
     def prepare(self, policy: Policy, overdue: int) -> tuple[PlainRelease, list[PlainHeld]]:
         """Make the release with the tables that a policy follows; returns it, and the new tables."""
-        have = {each.delivery: each for each in self.held}
+        have = {each.form: each for each in self.held}
         followed = [each for each in self.tables if policy.follows(each.table)]
-        wanted = [policy.delivery_of(each.table) for each in followed]
+        wanted = [policy.form_of(each.table) for each in followed]
         self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, wanted, strict=True)]
-        return self.release(policy, overdue), [each for each in self.held if each.delivery not in have]
+        return self.release(policy, overdue), [each for each in self.held if each.form not in have]
 
     def release(self, policy: Policy, overdue: int) -> PlainRelease:
         rows = self.find_dirty(policy, overdue)
@@ -130,7 +130,7 @@ class PlainModel:
                 held.dirty_since.setdefault(row, self.compared_version + 1)
                 if held.wanted(row).tobytes() == held.row(row).tobytes():
                     del held.dirty_since[row]
-            size = policy.row_bytes(held.delivery.spec)
+            size = policy.row_bytes(held.form.spec)
             for row, since in sorted(held.dirty_since.items()):
                 norm, before = held.norm(row), row in held.rows
                 rows.append(DirtyRow(before, -norm, number, row, norm, since <= overdue, size))
@@ -142,8 +142,8 @@ def norm_of(rows: Sequence[DirtyRow]) -> float:
     return math.sqrt(math.fsum(row.norm**2 for row in rows))
 
 
-def _whole(source: PlainTable, delivery: Delivery) -> PlainHeld:
-    held = PlainHeld(source, delivery)
+def _whole(source: PlainTable, form: TableForm) -> PlainHeld:
+    held = PlainHeld(source, form)
     held.rows = {row: held.wanted(row) for row in source.rows}
     return held
 

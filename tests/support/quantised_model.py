@@ -43,7 +43,7 @@ from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from deltasync.client import Position, Release, RowBatch, TableSpec
 from deltasync.core.rows import Ids, Values
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 
 TYPES = {8: (ValueType.INT8_TBE, torch.qint8), 4: (ValueType.INT4_TBE, torch.quint4x2)}
@@ -94,8 +94,8 @@ def rows_of(model: Model, value_type: ValueType) -> dict[str, tuple[TableSpec, V
     for name in ("user", "item"):
         values = model.table(name).detach().numpy()
         spec = TableSpec(f"sparse.{kind}.{name}", *values.shape)
-        delivery = Delivery(spec, value_type, Mode.EMBEDDINGS)
-        held[name] = delivery.held_spec, delivery.held(delivery.encode(values))
+        form = TableForm(spec, value_type, Mode.EMBEDDINGS)
+        held[name] = form.replica_spec, form.held(form.encode(values))
     return held
 
 

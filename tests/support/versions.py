@@ -56,7 +56,7 @@ def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
                 write.result()
             writes.clear()
         if version - store.dropped >= model_store.KEPT_SEALS // 2:
-            store.cut(version)
+            store.truncate(version)
         if version % (count // looks) == 0:
             yield _size(folder, version)
     log.close()

@@ -70,7 +70,7 @@ async def held_by_a_replica(view: View) -> dict[str, Values]:
     assert isinstance(release, FrozenRelease)
     held: dict[str, Values] = {}
     for slot, rows in live_rows(release).items():
-        given = view.deliveries[slot]
+        given = view.forms[slot]
         table = np.zeros((given.spec.rows, given.spec.dim), given.spec.dtype)
         table[rows.ids] = given.decode(rows.values)
         held[given.spec.name] = table
@@ -137,7 +137,7 @@ def _bits_of(table: ViewTable, state: ViewState) -> tuple[Any, ...]:
         (each.rows.tobytes(), each.stamps.tobytes(), each.digests.tobytes(), each.checksum)
         for each in table.stamped
     ]
-    whole = table.delivery, table.born, table.stamp, table.compared, table.sent.removed_before
+    whole = table.form, table.born, table.stamp, table.compared, table.sent.removed_before
     lacking = [table.lacking(number) for number in range(state.head.number if state.head else 0)]
     rows = dirty.ids.tolist(), dirty.since.tolist(), dirty.norms[same].tolist(), dirty.flags[same].tolist()
     left = backlog.amount.rows, backlog.amount.bytes, backlog.oldest_version

@@ -13,12 +13,12 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput
 from deltasync.base.events import EventKind
 from deltasync.base.waiting import Signal
-from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, Verified
+from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, Verification
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import VerifiedStatus, VerifiedTable
+from deltasync.core.comparison import ComparisonStatus, TableComparison
 from deltasync.core.position import Position
 from deltasync.core.seal import seal_of
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.model.feed import Feed
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
@@ -236,13 +236,13 @@ def _at(checksums: tuple[int, ...], slot: int) -> int:
     return checksums[slot] if slot < len(checksums) else 0
 
 
-def check_ack(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
+def check_ack(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
     """Check that an ack names only existing tables, each at most once.
 
     Raises:
         InvalidInput: it does not.
     """
-    tables = len(deliveries)
+    tables = len(forms)
     if (most := max(len(ack.sums), len(ack.unbound))) > tables:
         raise InvalidInput(f"an ack names {most} tables, but there are only {tables}")
     slots = [*(each.slot for each in ack.sums), *ack.unbound]
@@ -250,16 +250,16 @@ def check_ack(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
         raise InvalidInput(f"an ack names table {unknown[0]}, but there are only {tables}")
 
 
-def unbound(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> tuple[str, ...]:
+def unbound(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> tuple[str, ...]:
     """Names of the tables that a replica lacks: it lists them, or sends checksums only for others."""
-    everything = range(len(deliveries))
+    everything = range(len(forms))
     shown = {each.slot for each in ack.sums} or everything
     lacking = {*ack.unbound, *set(everything).difference(shown)}
-    return tuple(deliveries[slot].spec.name for slot in sorted(lacking))
+    return tuple(forms[slot].spec.name for slot in sorted(lacking))
 
 
 class DeliveryTimes:
-    """Delivery times of one stream, for the consumer's statistics.
+    """TableForm times of one stream, for the consumer's statistics.
 
     Attributes:
         held: the replica's version.
@@ -298,7 +298,7 @@ class ReadingAgain:
         self._asked = 0  # Number of the last request on this stream.
         self._continues = False
         self._version, self._checksums = 0, tuple[int, ...]()
-        self._differing = dict[str, VerifiedTable]()  # All so far; some may be repaired by the end.
+        self._differing = dict[str, TableComparison]()  # All so far; some may be repaired by the end.
 
     @property
     def due(self) -> int:
@@ -313,7 +313,7 @@ class ReadingAgain:
         self._asked, self._continues = number, False
         self._version, self._checksums = version, tuple(checksums)
 
-    def take(self, ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
+    def take(self, ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
         """Process the replica's answer.
 
         Raises:
@@ -322,50 +322,50 @@ class ReadingAgain:
         if ack.read_again > self._asked:
             raise InvalidInput(f"an ack has read_again {ack.read_again}, which the service did not send")
         if ack.read_again == self._asked == self._verification.open:
-            tables = [self._ever(each) for each in compared(ack, deliveries, self._checksums)]
+            tables = [self._ever(each) for each in compared(ack, forms, self._checksums)]
             self._continues = ack.rows_left > 0
             if self._continues:
-                rows = sum(each.spec.rows for each in deliveries)
+                rows = sum(each.spec.rows for each in forms)
                 self._verification.note(max(0, rows - ack.rows_left), rows)
             else:
-                self._verification.answer(self._asked, Verified(self._version, tables))
+                self._verification.answer(self._asked, Verification(self._version, tables))
 
-    def _ever(self, now: VerifiedTable) -> VerifiedTable:
+    def _ever(self, now: TableComparison) -> TableComparison:
         """The first difference of a table since the request, else the current result."""
-        if now.status is VerifiedStatus.DIFFERS:
+        if now.status is ComparisonStatus.DIFFERS:
             self._differing.setdefault(now.table, now)
         return self._differing.get(now.table, now)
 
 
 def compared(
-    ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery], checksums: Sequence[int]
-) -> list[VerifiedTable]:
+    ack: subscribe_pb2.Ack, forms: Sequence[TableForm], checksums: Sequence[int]
+) -> list[TableComparison]:
     """Compare a replica's checksums with the expected ones, table by table.
 
     Args:
         ack: the ack with the replica's sums.
-        deliveries: the tables, by slot.
+        forms: the tables, by slot.
         checksums: the expected sums, by slot; 0 beyond the end.
     """
     sums = {each.slot: each.sum for each in ack.sums}
-    expected = [*checksums, *[0] * (len(deliveries) - len(checksums))]
+    expected = [*checksums, *[0] * (len(forms) - len(checksums))]
     return [
-        _compared(delivery, expected[slot], sums.get(slot), _lacking(slot, ack, sums))
-        for slot, delivery in enumerate(deliveries)
+        _compared(form, expected[slot], sums.get(slot), _lacking(slot, ack, sums))
+        for slot, form in enumerate(forms)
     ]
 
 
-def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> VerifiedStatus:
+def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> ComparisonStatus:
     """The status of a table without a checksum."""
-    return VerifiedStatus.NOT_HELD if sums or slot in ack.unbound else VerifiedStatus.NOT_SHOWN
+    return ComparisonStatus.NOT_HELD if sums or slot in ack.unbound else ComparisonStatus.NOT_SHOWN
 
 
-def _compared(delivery: Delivery, checksum: int, held: int | None, lacking: VerifiedStatus) -> VerifiedTable:
-    name, rows = delivery.spec.name, delivery.spec.rows
+def _compared(form: TableForm, checksum: int, held: int | None, lacking: ComparisonStatus) -> TableComparison:
+    name, rows = form.spec.name, form.spec.rows
     if held is None:
-        return VerifiedTable(name, 0, lacking, checksum)
-    status = VerifiedStatus.EQUAL if held == checksum else VerifiedStatus.DIFFERS
-    return VerifiedTable(name, rows, status, checksum, held)
+        return TableComparison(name, 0, lacking, checksum)
+    status = ComparisonStatus.EQUAL if held == checksum else ComparisonStatus.DIFFERS
+    return TableComparison(name, rows, status, checksum, held)
 
 
 # Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.
@@ -377,7 +377,7 @@ class Acks:
 
     Attributes:
         feed: the source of the replica's releases, once the stream is open.
-        deliveries: the tables of the stream, once it is open.
+        forms: the tables of the stream, once it is open.
         sent: position of the newest release sent.
         messages: number of messages sent.
         token: newest token from the replica; 0 before the first.
@@ -404,7 +404,7 @@ class Acks:
         self.reading_again = ReadingAgain(replica.verification)
         self.times = DeliveryTimes(consumer, guest=replica.guest)
         self.feed: Feed | None = None
-        self.deliveries: list[Delivery] = []
+        self.forms: list[TableForm] = []
         self.sent = Position()
         self.messages = self.token = 0
         self.goodbye, self.stopped = False, ""
@@ -431,9 +431,9 @@ class Acks:
         self.stopped = ack.stopped
         self._credit.take_back(ack.received_bytes)
         self.token = ack.token or self.token
-        check_ack(ack, self.deliveries)
+        check_ack(ack, self.forms)
         if ack.read_again:
-            self.reading_again.take(ack, self.deliveries)
+            self.reading_again.take(ack, self.forms)
         if not ack.HasField("applied"):
             return
         applied = position_from_message(ack.applied)
@@ -458,7 +458,7 @@ class Acks:
                 names = ", ".join(self._replica.damaged)
                 self._emit(EventKind.REPLICA_REPAIRED, f"has the correct rows again in {names}")
                 self._replica.damaged = ()
-            self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self.deliveries)
+            self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self.forms)
         elif applied.number > self._replica.applied.number:
             self._replica.checked = False
         if applied.number:
@@ -469,7 +469,7 @@ class Acks:
 
     def _report(self, damaged: frozenset[int], *, helpless: bool) -> None:
         """Schedule damaged tables to be sent again. Report each once, and again if the repair failed."""
-        names = tuple(self.deliveries[slot].spec.name for slot in sorted(damaged))
+        names = tuple(self.forms[slot].spec.name for slot in sorted(damaged))
         more = set(names) - set(self._replica.damaged)
         self._consumer.damages += len(more)
         self._replica.note_damage(names)

@@ -13,7 +13,7 @@ from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.base.events import Events, RecentEvents
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import VerifiedLine
+from deltasync.core.comparison import ComparisonLine
 from deltasync.model.model import Model
 from deltasync.service.backup import Backups
 from deltasync.service.checkpoints import Checkpoints
@@ -70,7 +70,7 @@ class VerifiedReplica:
     """The result of a replica's verification by table, at a `version` of the model."""
 
     version: int
-    tables: list[VerifiedLine]
+    tables: list[ComparisonLine]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def operation_routes(on: Collaborators) -> APIRouter:
         """Make a replica read all its rows again, and compare their checksums. Needs role admin."""
         verifying = verify_replica(on.registry, on.events, draining, name, replica, author())
         verified = await while_wanted(request, draining, verifying)
-        return VerifiedReplica(verified.version, [VerifiedLine.of(each) for each in verified.tables])
+        return VerifiedReplica(verified.version, [ComparisonLine.of(each) for each in verified.tables])
 
     return router
 

@@ -33,7 +33,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.seal import event_time_of
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.model.feed import Feed
 from deltasync.model.releases import BLOCK_BYTES, FrozenRelease, Head, LargeRelease, Release
 from deltasync.service.consumers import Consumers
@@ -42,7 +42,7 @@ from deltasync.service.volumes import Volumes
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.messages import (
     checksums_to_message,
-    delivery_to_message,
+    form_to_message,
     mode_to_message,
     position_from_message,
     position_to_message,
@@ -118,16 +118,16 @@ def superseded(consumer: str, replica: str, ours: str, newer: str) -> DeltasyncE
 
 
 def opened(
-    consumer: Consumer, feed: Feed, deliveries: Sequence[Delivery], decision: Decision
+    consumer: Consumer, feed: Feed, forms: Sequence[TableForm], decision: Decision
 ) -> subscribe_pb2.SubscribeResponse:
     """The first response: the tables of the stream, and whether the replica continues from its own rows."""
     message = subscribe_pb2.SubscribeOpened(
         model=consumer.model,
         head=position_to_message(feed.position),
-        tables=[delivery_to_message(each) for each in deliveries],
+        tables=[form_to_message(each) for each in forms],
         resync=not decision.yes,
         reason=decision.reason,
-        mode=mode_to_message(deliveries[0].mode),
+        mode=mode_to_message(forms[0].mode),
         model_history=feed.model_history,
         ready_within_seconds=consumer.policy.ready_within_seconds or 0,
     )
@@ -270,7 +270,7 @@ class ReplicaStream:
             forget=self._acks.goodbye,
             expected=end.expected,
         )
-        if self._acks.deliveries:
+        if self._acks.forms:
             self._emit(end.kind, end.reason)
 
     async def _watch(self, stream: asyncio.Task[Any] | None) -> None:
@@ -293,7 +293,7 @@ class ReplicaStream:
         yield self._opened()
         while True:
             self._check_fed()
-            self._check_deliveries()
+            self._check_forms()
             if self._acks.token and self._consumer.policy.ready_within_seconds != self._limit:
                 # The replica still reports readiness by the old limit.
                 text = f"consumer {self._consumer.name!r} has a new readiness limit; reconnect"
@@ -336,16 +336,16 @@ class ReplicaStream:
     def _ready_feed(self) -> Feed | None:
         """The consumer's feed, once it can serve a release, or once it has tables while paused."""
         feed = self._consumers.feed(self._consumer)
-        if feed and self._consumer.pause and feed.deliveries:
+        if feed and self._consumer.pause and feed.forms:
             return feed
         return feed if feed and feed.may_serve(self._consumer.policy) else None
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         self._check_current()  # The stream may have been replaced during the last yield.
-        deliveries = self._acks.deliveries = list(self._feed.deliveries)
+        forms = self._acks.forms = list(self._feed.forms)
         self._limit = self._consumer.policy.ready_within_seconds
         # The offset is the acknowledged position, not the claimed one.
-        decision, sent = self._feed.resume(self._claim, self._replica.applied)
+        decision, sent = self._feed.continue_from(self._claim, self._replica.applied)
         self._acks.sent = sent
         self._replica.checked, self._replica.unbound = False, ()
         self._replica.sent_number = sent.number
@@ -353,7 +353,7 @@ class ReplicaStream:
         self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, sent)
         self._emit(EventKind.REPLICA_JOINED, decision.reason)
-        return opened(self._consumer, self._feed, deliveries, decision)
+        return opened(self._consumer, self._feed, forms, decision)
 
     def _note_rewind(self, *, resumes: bool) -> None:
         """Record whether the replica has rows of a discarded history, until new ones replace them."""
@@ -372,7 +372,7 @@ class ReplicaStream:
         async for progress in self._until_done(reading, acks):
             yield progress
         release = reading.result()
-        self._check_deliveries()
+        self._check_forms()
         if self._kept_from(release):  # Drop the release; a later one repeats its rows and repairs.
             if self._feed.position == self._acks.sent:  # Otherwise the caller waits for the end of the pause.
                 await self._wait(acks, self._feed.changed(), self._consumer.brake.changed())
@@ -386,7 +386,7 @@ class ReplicaStream:
                     copied = asyncio.ensure_future(copying.next())
                     async for progress in self._until_done(copied, acks):
                         yield progress
-                    self._check_deliveries()
+                    self._check_forms()
                     if isinstance(block := copied.result(), FrozenRelease):
                         release = block
                     else:
@@ -455,9 +455,9 @@ class ReplicaStream:
             raise ServiceUnavailable("the service is shutting down; reconnect")
         self._check_current()
 
-    def _check_deliveries(self) -> None:
+    def _check_forms(self) -> None:
         """Check that the tables are still those in the answer to the replica's open."""
-        if list(self._feed.deliveries) != self._acks.deliveries:
+        if list(self._feed.forms) != self._acks.forms:
             raise Superseded(f"consumer {self._consumer.name!r} has other tables or another format now; reconnect")
 
     def _check_fed(self) -> None:

@@ -17,7 +17,7 @@ from deltasync.checkpoints.kept_version import find_kept
 from deltasync.checkpoints.manifest import Manifest, TableEntry
 from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.core.changes import Stamps
-from deltasync.core.export_metadata import Exported
+from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamped_table import StampedTable
@@ -75,7 +75,7 @@ def _newest(store: CheckpointStore, url: str) -> Manifest:
     return found.manifests[0]
 
 
-def export(store: CheckpointStore, manifest: Manifest, path: Path) -> Exported:
+def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMetadata:
     """Write all tables of a version to a file, which is complete or not there. It replaces an existing file.
 
     Rows that are deleted or were never published are zeros. All tables are in memory at once, with 16 bytes more
@@ -108,9 +108,9 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> Exported:
     return exported
 
 
-def _exported(manifest: Manifest) -> Exported:
+def _exported(manifest: Manifest) -> ExportMetadata:
     head = manifest.states[_MODEL]["head"]
-    return Exported(
+    return ExportMetadata(
         model=manifest.model,
         position=Position(manifest.history, manifest.version, manifest.seal),
         step=head["step"],

@@ -39,7 +39,7 @@ class PlaceFailed(StorageFailed):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFile:
     """A file: name, size, and time of writing in seconds by the place's own clock if it has one."""
 
     name: str
@@ -109,7 +109,7 @@ class Place:
         with self._failures(name, "read"), (self._folder / name).open("rb", buffering=0) as file:
             yield file
 
-    def names(self, folder: str) -> list[Stored]:
+    def names(self, folder: str) -> list[StoredFile]:
         """The files and folders in a folder, sorted by name.
 
         Raises:
@@ -118,7 +118,9 @@ class Place:
         with self._failures(folder, "listed"):
             prefix = f"{folder}/" if folder else ""
             try:
-                entries = [Stored(prefix + name, size, modified) for name, size, modified in self._listed(folder)]
+                entries = [
+                    StoredFile(prefix + name, size, modified) for name, size, modified in self._listed(folder)
+                ]
             except (FileNotFoundError, NotADirectoryError):
                 return []
             return sorted(entries, key=lambda each: each.name)

@@ -18,7 +18,7 @@ import numpy as np
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
-from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, Stored
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, StoredFile
 from deltasync.checkpoints.kept_version import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
 from deltasync.checkpoints.manifest import (
     DATA,
@@ -128,7 +128,7 @@ class NotCopied(StorageFailed):
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointListing:
     """The checkpoints of a model.
 
     Attributes:
@@ -174,20 +174,20 @@ class CheckpointStore:
 
     # Reading.
 
-    def manifests(self) -> Found:
+    def manifests(self) -> CheckpointListing:
         """The checkpoints in both places, each once."""
         both = [self._found(place) for place in self._places]
         if self._remote and both[1].manifests:
             self.copied_version = both[1].manifests[0].version
         manifests = {each.id: each for found in both for each in found.manifests}
-        return Found(
+        return CheckpointListing(
             [manifests[id] for id in sorted(manifests, reverse=True)],  # noqa: A001
             [each for found in both for each in found.problems],
             [each for found in both for each in found.unreachable],
         )
 
-    def _found(self, place: Place) -> Found:
-        result = Found([], [], [])
+    def _found(self, place: Place) -> CheckpointListing:
+        result = CheckpointListing([], [], [])
         try:
             for each in reversed(self._stored_manifests(place)):
                 try:
@@ -200,7 +200,7 @@ class CheckpointStore:
             result.unreachable.append(str(error))
         return result
 
-    def _stored_manifests(self, place: Place) -> list[Stored]:
+    def _stored_manifests(self, place: Place) -> list[StoredFile]:
         """The manifest files, oldest first."""
         listed = place.names(f"{self._model}/{MANIFESTS}")
         manifests = [each for each in listed if each.name == manifest_name(self._model, id_of(each.name))]
@@ -489,7 +489,7 @@ class CheckpointStore:
                 error = failure
         raise error
 
-    def _kept_files(self, place: Place) -> list[Stored]:
+    def _kept_files(self, place: Place) -> list[StoredFile]:
         listed = place.names(f"{self._model}/{KEPT}")
         return [each for each in listed if each.name == kept_file(self._model, id_of(each.name))]
 
@@ -518,7 +518,7 @@ class CheckpointStore:
         names_of_kept = {manifest_name(self._model, id_of(each.name)) for each in self._kept_files(place)}
         newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
         whole, sound = _whole_of(place, listed), 0
-        kept, old, unreadable = list[Manifest](), list[Stored](), False
+        kept, old, unreadable = list[Manifest](), list[StoredFile](), False
         for each in reversed(manifests):
             age = newest - (newest if each.modified is None else each.modified)
             enough = sound >= max(1, keep) and (not keep_seconds or age > keep_seconds)
@@ -539,7 +539,7 @@ class CheckpointStore:
             if not self._in_use(each):
                 place.remove(each.name)
 
-    def _in_use(self, file: Stored) -> bool:
+    def _in_use(self, file: StoredFile) -> bool:
         name = file.name.removesuffix(UNFINISHED)
         return self._local.uses(name) or self._local.uses(id_of(name))
 
@@ -565,7 +565,7 @@ class CheckpointStore:
         return self._local.using(names)
 
 
-def _whole_of(place: Place, listed: Sequence[Stored]) -> set[File]:
+def _whole_of(place: Place, listed: Sequence[StoredFile]) -> set[File]:
     """The files that are not known to be damaged."""
     return {File(each.name, each.bytes) for each in listed if each.name not in place.damaged}
 

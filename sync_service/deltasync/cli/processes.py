@@ -9,7 +9,8 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.output import json_lines, json_option, say, waiting_for
 from deltasync.client.admin import Admin
-from deltasync.client.endpoint import Endpoint, Route
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 
 
 @click.command(context_settings=CONTEXT)

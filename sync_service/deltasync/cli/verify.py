@@ -17,7 +17,7 @@ from deltasync.cli.tail import goodbye_on_sigterm
 from deltasync.client.admin import Admin, fetch_lag
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.stored_copy import StoredCopy, compare, stored_checkpoint
-from deltasync.core.comparison import VerifiedLine, VerifiedStatus
+from deltasync.core.comparison import ComparisonLine, ComparisonStatus
 
 _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "why")
 
@@ -82,7 +82,7 @@ def verify(
     else:
         results = _of_replicas(service, consumer, replicas, timeout)
     say(*(json_lines(results) if as_json else text_table(_TITLES, map(_line, results))))
-    if {each["status"] for each in results} != {VerifiedStatus.EQUAL.value}:
+    if {each["status"] for each in results} != {ComparisonStatus.EQUAL.value}:
         sys.exit(BEHIND)
 
 
@@ -127,8 +127,8 @@ def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> 
 
 def _not_shown(name: str, why: str) -> dict[str, Any]:
     """The line for a replica that gave no answer."""
-    status = VerifiedStatus.NOT_SHOWN.value
-    line = VerifiedLine("", 0, status, checksum="", held="", differing=0, ids=[], changed=0, reason=why)
+    status = ComparisonStatus.NOT_SHOWN.value
+    line = ComparisonLine("", 0, status, checksum="", held="", differing=0, ids=[], changed=0, reason=why)
     return {"what": f"replica {name}", "version": None, **vars(line), "rows": None}
 
 
@@ -139,7 +139,7 @@ def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float)
         diff = compare(service, consumer, copy, timeout)
     if not diff.since:
         say("the service no longer knows which rows have changed since: comparing all of them", err=True)
-    return [{"what": copy.name, "version": diff.version, **vars(VerifiedLine.of(each))} for each in diff.tables]
+    return [{"what": copy.name, "version": diff.version, **vars(ComparisonLine.of(each))} for each in diff.tables]
 
 
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
-from deltasync.client.endpoint import Endpoint, Route
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.route import Route
 from deltasync.core.policy import Policy
 
 __all__ = ["fetch_lag"]

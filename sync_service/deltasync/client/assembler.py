@@ -11,12 +11,12 @@ from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
 from deltasync.core.rows import Mask, RowBatch
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import (
-    delivery_from_message,
     event_time_from_message,
+    form_from_message,
     mode_from_message,
     position_from_message,
 )
@@ -78,7 +78,7 @@ class ReleaseAssembler:
         self._waiting_bytes = 0  # Bytes for the next part.
         # For the current release: rows that have arrived, and whether `part` has returned a part of it.
         self._arrived_rows, self._continues = 0, False
-        self._deliveries: list[Delivery] = []
+        self._forms: list[TableForm] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
         self._checksums: dict[str, int] = {}
@@ -88,8 +88,8 @@ class ReleaseAssembler:
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
         self._model, self.model_history = opened.model, opened.model_history
         mode = mode_from_message(opened.mode)
-        self._deliveries = [delivery_from_message(table, mode) for table in opened.tables]
-        self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
+        self._forms = [form_from_message(table, mode) for table in opened.tables]
+        self._shards = [Shard.whole(form.wire_spec) for form in self._forms]
         self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
     def add(self, slot: int, columns: Columns) -> bool:
@@ -101,7 +101,7 @@ class ReleaseAssembler:
         """
         batch = columns.rows_of(slot, self._shards)
         batch.check_digests()
-        self._rows.append(_decoded(batch, self._deliveries[slot]))
+        self._rows.append(_decoded(batch, self._forms[slot]))
         self._arrived_rows += len(batch)
         self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
         self.received_bytes += batch.nbytes
@@ -157,34 +157,34 @@ class ReleaseAssembler:
         self._resync = self._in_parts = self._continues = False
         self._waiting_bytes = self._arrived_rows = 0
         self._ended_bytes = self.received_bytes
-        self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.sums}
+        self._checksums = {self._forms[each.slot].spec.name: each.sum for each in end.sums}
         self._known.clear()
-        self._known.update(delivery.spec.name for delivery in self._deliveries)
+        self._known.update(form.spec.name for form in self._forms)
         return release
 
     def _whole(self, end: subscribe_pb2.ReleaseEnd) -> frozenset[str]:
         """The tables to reset: tables that the service names, and tables that are new on this stream."""
-        new = {delivery.spec.name for delivery in self._deliveries} - self._known if self._known else set()
-        return frozenset(new.union(self._deliveries[slot].spec.name for slot in end.whole))
+        new = {form.spec.name for form in self._forms} - self._known if self._known else set()
+        return frozenset(new.union(self._forms[slot].spec.name for slot in end.whole))
 
     @property
     def tables(self) -> list[TableSpec]:
         """The tables of this stream, by slot."""
-        return [delivery.held_spec for delivery in self._deliveries]
+        return [form.replica_spec for form in self._forms]
 
     @property
     def has_values(self) -> bool:
         """Whether rows have values. Only then can a target prove its content with checksums."""
-        return all(delivery.mode is Mode.EMBEDDINGS for delivery in self._deliveries)
+        return all(form.mode is Mode.EMBEDDINGS for form in self._forms)
 
     def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
         """Checksums of tables by slot instead of by name."""
-        slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
+        slots = {form.spec.name: slot for slot, form in enumerate(self._forms)}
         return {slots[name]: checksum for name, checksum in checksums.items()}
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
         """Slots of the tables that are not in `bound`."""
-        return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
+        return [slot for slot, form in enumerate(self._forms) if form.spec.name not in bound]
 
     def wrong(self, checksums: Mapping[str, int]) -> list[str]:
         """Names of the tables whose checksum differs from the service's for this stream's last release."""
@@ -197,16 +197,16 @@ def _goes_ahead(rows: RowBatch) -> bool:
     return rows.table.kind is TableKind.EMBEDDING
 
 
-def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
+def _decoded(rows: RowBatch, form: TableForm) -> RowBatch:
     """Convert rows from the form on the wire to the target's form."""
-    spec = delivery.held_spec
-    if delivery.mode is Mode.IDS:
+    spec = form.replica_spec
+    if form.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
     if rows.deleted:
         return RowBatch.deletes(Shard.whole(spec), rows.ids)
-    values = delivery.held(rows.values)
+    values = form.held(rows.values)
     # A view of the ids would keep the whole message in memory until the release is applied.
     ids = rows.ids if np.may_share_memory(values, rows.values) else rows.ids.copy()
     decoded = replace(rows, ids=ids).with_values(spec, values)
-    return replace(decoded, digests=rows.digests) if delivery.held_as_encoded else decoded
+    return replace(decoded, digests=rows.digests) if form.held_as_encoded else decoded

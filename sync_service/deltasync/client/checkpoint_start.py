@@ -12,7 +12,7 @@ from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.table_form import Delivery, Mode, delivery_of_record, spec_of_record
+from deltasync.core.table_form import Mode, TableForm, form_of_record, spec_of_record
 from deltasync.core.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> Chec
     try:
         view = manifest.states.get(consumer, {})
         owner = consumer if view.get("head") else ""  # Without a view, replicas have the model's own tables.
-        deliveries = _of_view(manifest, consumer, view) if owner else _of_model(manifest)
-        if any(delivery.mode is Mode.IDS for delivery in deliveries.values()):
+        forms = _of_view(manifest, consumer, view) if owner else _of_model(manifest)
+        if any(form.mode is Mode.IDS for form in forms.values()):
             return None
-        tables = {slot: _Rows(each) for slot, each in deliveries.items()}
+        tables = {slot: _Rows(each) for slot, each in forms.items()}
         for entry, chunk in store.rows_of(manifest, owner):
             if entry.slot in tables:
                 tables[entry.slot].put(chunk)
@@ -138,41 +138,41 @@ def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> Chec
     return CheckpointStart(release)
 
 
-def _of_model(manifest: "Manifest") -> dict[int, Delivery]:
+def _of_model(manifest: "Manifest") -> dict[int, TableForm]:
     """How replicas get each table of a model, by the table's slot in the checkpoint."""
     entries = (each for each in manifest.tables if not each.key.owner)
-    return {each.slot: Delivery.unchanged(spec_of_record(each.record)) for each in entries}
+    return {each.slot: TableForm.unchanged(spec_of_record(each.record)) for each in entries}
 
 
-def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, Delivery]:
+def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, TableForm]:
     """How replicas get each table of a view, by the table's slot in the checkpoint."""
     from deltasync.checkpoints.manifest import TableKey
 
     keys = {each.key: each for each in manifest.tables}
-    deliveries = {}
+    forms = {}
     for each in view["tables"]:
         source = keys[TableKey("", each["table"], each["source"])]
         own = keys[TableKey(consumer, each["table"], each["born"])]
-        deliveries[own.slot] = delivery_of_record(each, spec_of_record(source.record))
-    return deliveries
+        forms[own.slot] = form_of_record(each, spec_of_record(source.record))
+    return forms
 
 
 class _Rows:
     """The rows of one table while they are read."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery, spec = delivery, delivery.encoded_spec
+    def __init__(self, form: TableForm) -> None:
+        self._form, spec = form, form.encoded_spec
         self._encoded = np.zeros((spec.rows, spec.dim), spec.dtype)
         self._there = np.zeros(spec.rows, np.bool_)
 
     @property
     def held(self) -> TableSpec:
         """The table in the replicas' form."""
-        return self._delivery.held_spec
+        return self._form.replica_spec
 
     def put(self, chunk: "CheckpointChunk") -> None:
         """Set or delete rows."""
-        rows = chunk.rows(self._delivery.encoded_spec)
+        rows = chunk.rows(self._form.encoded_spec)
         self._there[rows.ids] = not rows.deleted
         if not rows.deleted:
             self._encoded[rows.ids] = rows.values
@@ -183,7 +183,7 @@ class _Rows:
         for start in range(0, len(self._there), size):
             ids = start + np.flatnonzero(self._there[start : start + size])
             if len(ids):
-                yield RowBatch.of_table(self.held, ids, self._delivery.held(self._encoded[ids]))
+                yield RowBatch.of_table(self.held, ids, self._form.held(self._encoded[ids]))
 
 
 def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence[_Rows]) -> Release:

@@ -136,7 +136,7 @@ _connected_in: int | None = None  # The process that opened this library's first
 
 
 @dataclass(frozen=True)
-class Home:
+class ForkGuard:
     """The process that made an object. The object works only there.
 
     Attributes:

@@ -16,9 +16,10 @@ from deltasync.base.arguments import check_items, check_type
 from deltasync.base.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.base.process import this_process
 from deltasync.base.waiting import backoff
-from deltasync.client.connection import Connection, Connectivity, Home, check_process
-from deltasync.client.endpoint import Endpoint, Route
+from deltasync.client.connection import Connection, Connectivity, ForkGuard, check_process
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions
+from deltasync.client.route import Route
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import check_event_time
@@ -113,7 +114,7 @@ class Publisher:
         check_items(call, "shards", shards, Shard)
         check_process()
         self._options = options
-        self._home = Home(f"the publisher of rank {options.rank} of model {options.model!r}")
+        self._fork_guard = ForkGuard(f"the publisher of rank {options.rank} of model {options.model!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._tables = tables
         self._shards = shards
@@ -137,7 +138,7 @@ class Publisher:
     @property
     def connection(self) -> Connection:
         """The state of the connection, which the first part opens."""
-        if left := self._home.left:
+        if left := self._fork_guard.left:
             return self._connectivity.forked(left)
         if (stream := self._stream) and (error := stream.ending):
             self._connectivity.note_lost(error)  # Without a part in flight, no other code notices.
@@ -159,7 +160,7 @@ class Publisher:
             InvalidInput: rows do not match their shard, the step is sealed already, or a part is in flight.
             ServiceUnavailable: the publisher is closed, or belongs to the process that this one was forked from.
         """
-        self._home.check()
+        self._fork_guard.check()
         if self._closing.is_set():
             raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
         if self._busy:
@@ -183,7 +184,7 @@ class Publisher:
 
         If a part is in flight or the service cannot be reached, this is the same as `abort`.
         """
-        if (stream := self._stream) and not self._busy and not self._home.left:
+        if (stream := self._stream) and not self._busy and not self._fork_guard.left:
             stream.say_goodbye(_GOODBYE_SECONDS)
         self.abort()
 
@@ -192,7 +193,7 @@ class Publisher:
 
         The service counts this rank as lost until it comes back.
         """
-        if self._home.left:
+        if self._fork_guard.left:
             return
         self._closing.set()
         self._parts.put(None)

@@ -15,7 +15,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets.target import Release
-from deltasync.core.comparison import MOST_NAMED, VerifiedStatus, VerifiedTable
+from deltasync.core.comparison import MOST_NAMED, ComparisonStatus, TableComparison
 from deltasync.core.digests import RowDigests, checksum, row_digests
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, Values
@@ -57,7 +57,7 @@ class Comparison:
 
     version: int
     since: bool
-    tables: Sequence[VerifiedTable]
+    tables: Sequence[TableComparison]
 
 
 def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:
@@ -118,17 +118,17 @@ def _follow(options: SubscriberOptions, seen: "_Seen", least: Position, timeout_
         return subscriber.version
 
 
-def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") -> VerifiedTable:
+def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") -> TableComparison:
     rows = copy.rows(table)
     if rows is None:
-        return VerifiedTable(table.name, 0, VerifiedStatus.NOT_HELD)
+        return TableComparison(table.name, 0, ComparisonStatus.NOT_HELD)
     expected, actual, changed = now.digests(table), _digests(copy, table, rows), since.came(table)
     ids = np.flatnonzero((actual != expected) & ~changed)
     compared = np.flatnonzero(~changed)
-    return VerifiedTable(
+    return TableComparison(
         table.name,
         len(compared),
-        VerifiedStatus.DIFFERS if len(ids) else VerifiedStatus.EQUAL,
+        ComparisonStatus.DIFFERS if len(ids) else ComparisonStatus.EQUAL,
         checksum(compared, expected[compared]),
         checksum(compared, actual[compared]),
         ids[:MOST_NAMED],

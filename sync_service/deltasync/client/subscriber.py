@@ -20,10 +20,11 @@ from deltasync.base.waiting import backoff
 from deltasync.base.words import listed, printable
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checkpoint_start import CheckpointStart, read_start
-from deltasync.client.connection import Connection, Connectivity, Home, check_process
-from deltasync.client.endpoint import Endpoint, Route
+from deltasync.client.connection import Connection, Connectivity, ForkGuard, check_process
+from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
+from deltasync.client.route import Route
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import (
     GradualTarget,
@@ -81,7 +82,7 @@ class Subscriber:
         check_target("Subscriber(options, target)", target)
         check_process()  # Here, because the thread would retry after this error.
         self._options = options
-        self._home = Home(f"replica {options.replica!r}")
+        self._fork_guard = ForkGuard(f"replica {options.replica!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._target = target
         self.held = options.held
@@ -112,7 +113,7 @@ class Subscriber:
     @property
     def connection(self) -> Connection:
         """The state of the connection."""
-        return self._connectivity.forked(left) if (left := self._home.left) else self._connectivity.now
+        return self._connectivity.forked(left) if (left := self._fork_guard.left) else self._connectivity.now
 
     @property
     def ready(self) -> bool:
@@ -127,7 +128,7 @@ class Subscriber:
         ago. Without a limit, it is ready after it has caught up once. It is never ready while rows differ from the
         service's, after the subscriber has stopped, or in a forked process.
         """
-        return Decision(False, left) if (left := self._home.left) else self._readiness.decision
+        return Decision(False, left) if (left := self._fork_guard.left) else self._readiness.decision
 
     def wait_until_ready(self, timeout_seconds: float | None = None) -> None:
         """Wait until the replica is ready.
@@ -173,7 +174,7 @@ class Subscriber:
 
     def check(self) -> None:
         """Raise the error that has stopped the subscriber, if any. Also raises in a forked process."""
-        self._home.check()
+        self._fork_guard.check()
         if self._failure:
             raise self._failure
 
@@ -184,7 +185,7 @@ class Subscriber:
         name can continue from the target's position. If the service cannot be reached within 2 seconds, it
         counts the replica as disconnected. Does nothing in a forked process; the parent's replica continues.
         """
-        if self._home.left:
+        if self._fork_guard.left:
             return
         self._closing.set()
         ends_ns = steady_ns() + int(_GOODBYE_SECONDS * 1e9)

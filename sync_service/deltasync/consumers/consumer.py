@@ -11,7 +11,7 @@ from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
 from deltasync.consumers.follow import Distance, Follow, Objection
 from deltasync.consumers.pause import Pause, joined
-from deltasync.core.comparison import VerifiedTable
+from deltasync.core.comparison import TableComparison
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -21,7 +21,7 @@ _BITS = 62
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """The result of reading a replica's rows again.
 
     Attributes:
@@ -30,7 +30,7 @@ class Verified:
     """
 
     version: int
-    tables: Sequence[VerifiedTable]
+    tables: Sequence[TableComparison]
 
 
 class ReplicaVerification:
@@ -44,7 +44,7 @@ class ReplicaVerification:
     def __init__(self) -> None:
         self.signal = Signal()
         self._asked = self._answered = secrets.randbits(_BITS)
-        self._result: Verified | DeltasyncError | None = None
+        self._result: Verification | DeltasyncError | None = None
         self.rows = (0, 0)
 
     def ask(self) -> int:
@@ -64,13 +64,13 @@ class ReplicaVerification:
         self.rows = (read, rows)
         self.signal.wake()
 
-    def answer(self, number: int, result: Verified | DeltasyncError) -> None:
+    def answer(self, number: int, result: Verification | DeltasyncError) -> None:
         """Answer a request and all earlier ones."""
         if number > self._answered:
             self._answered, self._result = number, result
             self.signal.wake()
 
-    def answer_to(self, number: int) -> Verified | None:
+    def answer_to(self, number: int) -> Verification | None:
         """The answer to a request, or None while it is unanswered.
 
         Raises:
@@ -237,7 +237,7 @@ class Consumer:
         """Its objection in force, in words; empty without one."""
         return self.objection.words if self.objection and self.objection.in_force else ""
 
-    def hold(self, pause: Pause) -> None:
+    def add_pause(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""
         self.pause = joined(self.pause, pause)
 

@@ -172,10 +172,10 @@ class ConsumerRegistry:
             NotFound: no consumer has that name.
             StorageFailed: the pause could not be written; it lasts until the service ends.
         """
-        self.get(name).hold(pause)  # Effective at once, before any wait.
+        self.get(name).add_pause(pause)  # Effective at once, before any wait.
         async with self._creating:
             consumer = self.get(name)  # It may have been deleted or resumed during the wait.
-            consumer.hold(pause)
+            consumer.add_pause(pause)
             await self._write(consumer)
         return consumer
 
@@ -221,7 +221,7 @@ class ConsumerRegistry:
             written = [asyncio.wrap_future(self._logs.of(model).put(f"quarantine/{model}", record))]
             for consumer in self.of_model(model):
                 before, pause = consumer.pause, Pause.now(ITSELF, quarantine=quarantine)
-                consumer.hold(pause)
+                consumer.add_pause(pause)
                 if before is None or before.quarantine is None:  # Otherwise it only covers one more.
                     self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=consumer.name, by=ITSELF)
                 written.append(self._write(consumer))

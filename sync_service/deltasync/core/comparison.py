@@ -12,7 +12,7 @@ from deltasync.core.rows import Ids, ranges
 MOST_NAMED = 1_000
 
 
-class VerifiedStatus(Enum):
+class ComparisonStatus(Enum):
     """The result of comparing a copy of a table."""
 
     EQUAL = "equal"
@@ -30,7 +30,7 @@ def _no_ids() -> Ids:
 
 
 @dataclass(frozen=True, eq=False)
-class VerifiedTable:
+class TableComparison:
     """The comparison of one table's copy.
 
     Attributes:
@@ -46,7 +46,7 @@ class VerifiedTable:
 
     table: str
     rows: int
-    status: VerifiedStatus
+    status: ComparisonStatus
     checksum: int = 0
     held: int = 0
     ids: Ids = field(default_factory=_no_ids)
@@ -56,21 +56,21 @@ class VerifiedTable:
     @property
     def reason(self) -> str:
         """The result in words; empty if the rows are equal."""
-        if self.status is VerifiedStatus.DIFFERS:
+        if self.status is ComparisonStatus.DIFFERS:
             if not self.differing:
                 return "its checksum differs; the rows that differ are unknown"
             some = ", among them" if self.differing > len(self.ids) else ":"
             verb = "differs" if self.differing == 1 else "differ"
             return f"{counted(self.differing, 'row')} {verb}{some} {ranges(self.ids)}"
         return {
-            VerifiedStatus.NOT_HELD: "the copy does not have this table",
-            VerifiedStatus.NOT_SHOWN: "the copy's rows cannot be read back",
+            ComparisonStatus.NOT_HELD: "the copy does not have this table",
+            ComparisonStatus.NOT_SHOWN: "the copy's rows cannot be read back",
         }.get(self.status, "")
 
 
 @dataclass(frozen=True)
-class VerifiedLine:
-    """A `VerifiedTable` in JSON. Checksums are 16 hexadecimal digits, or empty if nothing was compared.
+class ComparisonLine:
+    """A `TableComparison` in JSON. Checksums are 16 hexadecimal digits, or empty if nothing was compared.
 
     `rows` were compared, the first 1,000 of `differing` rows are in `ids`, and `changed` others were left out.
     """
@@ -86,9 +86,9 @@ class VerifiedLine:
     reason: str
 
     @classmethod
-    def of(cls, table: VerifiedTable) -> "VerifiedLine":
+    def of(cls, table: TableComparison) -> "ComparisonLine":
         """The line for a table."""
-        compared = table.status in (VerifiedStatus.EQUAL, VerifiedStatus.DIFFERS)
+        compared = table.status in (ComparisonStatus.EQUAL, ComparisonStatus.DIFFERS)
         return cls(
             table=table.table,
             rows=table.rows,

@@ -16,7 +16,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class ExportMetadata:
     """A version of a model in a file. The file has one tensor for each table, under the table's name.
 
     Parameters and buffers have their shape in the trainer's model if it is known, all other tables [rows, dim].
@@ -42,7 +42,7 @@ class Exported:
         return {_KEY: json.dumps({"format": _FORMAT, **asdict(self), "tables": tables})}
 
     @classmethod
-    def of_metadata(cls, path: str, metadata: Mapping[str, str] | None) -> "Exported":
+    def of_metadata(cls, path: str, metadata: Mapping[str, str] | None) -> "ExportMetadata":
         """Read the metadata of the file at `path`.
 
         Raises:

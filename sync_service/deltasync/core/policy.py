@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import ID_TYPE, Numbered, TableSpec
 from deltasync.core.value_types import ValueType, sent_as
 
@@ -287,13 +287,13 @@ class Policy:
         """Whether the policy's patterns match a table. A pattern for an embedding table also matches its map."""
         return any(_fits(pattern, table) for pattern in self.tables)
 
-    def delivery_of(self, table: TableSpec) -> Delivery:
+    def form_of(self, table: TableSpec) -> TableForm:
         """The form in which replicas get a table's rows."""
-        return replace(Delivery.unchanged(table), value_type=self._value_type_of(table), mode=self.mode)
+        return replace(TableForm.unchanged(table), value_type=self._value_type_of(table), mode=self.mode)
 
     def row_bytes(self, table: TableSpec) -> int:
         """Size of one of a table's rows in a release, in bytes: id and values, or id and norm."""
-        return self.delivery_of(table).wire_spec.row_bytes
+        return self.form_of(table).wire_spec.row_bytes
 
     def check(self, tables: Sequence[TableSpec]) -> None:
         """Check the policy against a model's tables.
@@ -310,7 +310,7 @@ class Policy:
             return
         ranked = [table for table in followed if table.kind.ranked]
         for table in ranked:
-            self.delivery_of(table).check()
+            self.form_of(table).check()
         if self.top_k_per_table:
             needed = sum(min(self._rows, table.rows) * self.row_bytes(table) for table in ranked)
             self._check_bytes(needed, f"{self._rows} rows of each of {len(ranked)} tables")

@@ -11,8 +11,8 @@ from deltasync.base.decision import Decision
 class Position:
     """A position in one history: a version of a model, or a release of a view; 0 means "holds nothing".
 
-    `seal` is the checksum of its seal (`Seal.checksum`), or 0 if unknown. `resume` compares it. Positions with
-    equal history and number are equal even if only one of them knows the seal.
+    `seal` is the checksum of its seal (`Seal.checksum`), or 0 if unknown. `can_continue` compares it. Positions
+    with equal history and number are equal even if only one of them knows the seal.
     """
 
     history: str = ""
@@ -32,7 +32,7 @@ NOWHERE = Position()
 _LATER_RUN = re.compile(r"([0-9a-f]{32})\+[1-9][0-9]*")
 
 
-def resume(
+def can_continue(
     held: Position,
     history: str,
     head: int,
@@ -74,8 +74,8 @@ def resume(
 def is_discarded(held: Position, history: str, head: int, seal: int) -> bool:
     """Whether a position belongs to a past that a history discarded, so that later rows may be missing.
 
-    The arguments are those of `resume`. A position of another line is always discarded. If the position is older
-    than the known seals, this cannot be decided, and the result is False.
+    The arguments are those of `can_continue`. A position of another line is always discarded. If the position is
+    older than the known seals, this cannot be decided, and the result is False.
     """
     if held.number == 0:
         return False

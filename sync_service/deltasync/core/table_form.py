@@ -20,7 +20,7 @@ class Mode(Numbered):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldSpec(EncodedSpec):
+class ReplicaSpec(EncodedSpec):
     """A table as replicas hold it if its rows are sent in another type than their own.
 
     For an inference TBE, replicas hold rows as sent, and `dim` is their width in bytes.
@@ -36,11 +36,11 @@ class HeldSpec(EncodedSpec):
 
 def value_type_of(table: TableSpec) -> ValueType:
     """The type in which a holder of an embedding table receives its rows."""
-    return table.value_type if isinstance(table, HeldSpec) else own_type(table)
+    return table.value_type if isinstance(table, ReplicaSpec) else own_type(table)
 
 
 @dataclass(frozen=True)
-class Delivery:
+class TableForm:
     """The form in which replicas get a table: its rows, or the norms of their changes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Delivery:
     mode: Mode
 
     @classmethod
-    def unchanged(cls, spec: TableSpec) -> "Delivery":
+    def unchanged(cls, spec: TableSpec) -> "TableForm":
         """Deliver rows in the table's own type."""
         return cls(spec, own_type(spec) if spec.kind.ranked else None, Mode.EMBEDDINGS)
 
@@ -76,12 +76,12 @@ class Delivery:
         return EncodedSpec(**vars(self.spec))
 
     @property
-    def held_spec(self) -> TableSpec:
+    def replica_spec(self) -> TableSpec:
         """The table as replicas hold it, with decoded rows, or encoded ones for an inference TBE."""
         if self.value_type is None or self.mode is Mode.IDS or self.value_type is own_type(self.spec):
             return self.spec
         held = self.encoded_spec if self.held_as_sent else self.spec
-        return HeldSpec(**vars(held), value_type=self.value_type, table_dim=self.spec.dim)
+        return ReplicaSpec(**vars(held), value_type=self.value_type, table_dim=self.spec.dim)
 
     @property
     def wire_spec(self) -> TableSpec:
@@ -99,7 +99,7 @@ class Delivery:
         return self.value_type.decode(encoded, self.spec.dtype) if self.value_type else encoded
 
     def held(self, encoded: Encoded) -> Values:
-        """The rows ([n, dim of `held_spec`]) that replicas hold after receiving encoded rows ([n, width])."""
+        """The rows ([n, dim of `replica_spec`]) that replicas hold after receiving encoded rows ([n, width])."""
         return encoded if self.held_as_sent else self.decode(encoded)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
@@ -173,8 +173,8 @@ def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
     )
 
 
-def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
-    """The delivery in a record, for table `spec`, which may have grown since."""
+def form_of_record(record: Mapping[str, Any], spec: TableSpec) -> TableForm:
+    """The form in a record, for table `spec`, which may have grown since."""
     spec = replace(spec, rows=record["rows"])
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
-    return Delivery(spec, value_type, Mode(record["mode"]))
+    return TableForm(spec, value_type, Mode(record["mode"]))

@@ -292,7 +292,7 @@ class ValueType(Numbered):
         return row_digests(encoded) if dtype == self.dtype else self._coding.decoded_digests(encoded, dtype)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
-        """Compare rows [N, D], fp32 or fp16; see `Delivery.compare`."""
+        """Compare rows [N, D], fp32 or fp16; see `TableForm.compare`."""
         if rows.dtype == self.dtype:
             return compare_values(rows, held, ids)
         return self._coding.compare(rows, held, ids)

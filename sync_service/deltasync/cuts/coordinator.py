@@ -19,8 +19,9 @@ from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import DIGEST_TYPE, TableSpec
 from deltasync.cuts.admission import Run, may_join, may_publish
+from deltasync.cuts.announced_tables import AnnouncedTables
 from deltasync.cuts.cut import Cut
-from deltasync.cuts.sealing import AnnouncedTables, CutSealer
+from deltasync.cuts.sealing import CutSealer
 from deltasync.log.log_store import LogFull
 
 _MIB = 1 << 20

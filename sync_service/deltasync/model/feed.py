@@ -13,7 +13,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import NO_TABLES, Head, Release
 
@@ -71,7 +71,7 @@ def total(amounts: Iterable[RowTotals]) -> RowTotals:
 
 
 @dataclass(frozen=True)
-class TableStanding:
+class TableStatus:
     """One table that a consumer follows.
 
     Attributes:
@@ -101,7 +101,7 @@ def _none(_number: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class FeedStatus:
     """The position of a feed. Made in the event loop at almost no cost, then read in any thread while cuts and
     releases continue. Its row counts may be newer than the rest.
 
@@ -127,7 +127,7 @@ class Standing:
 
     history: str
     seals: Sequence[Seal]
-    tables: Callable[[], list[TableStanding]]
+    tables: Callable[[], list[TableStatus]]
     version_of: Callable[[int], int]
     seal_of: Callable[[int], int]
     seconds_since: Callable[[int], float | None] = _unknown
@@ -144,21 +144,21 @@ class Standing:
     newest: str = "the newest version"
 
 
-def nothing_published(model: str, others: Iterable[str]) -> Standing:
-    """The standing of consumers of an unpublished model; `others` are the published models."""
+def nothing_published(model: str, others: Iterable[str]) -> FeedStatus:
+    """The status of consumers of an unpublished model; `others` are the published models."""
     text = f"model {model!r} is not published yet; published models: {', '.join(sorted(others)) or 'none'}"
-    return Standing(history="", seals=(), tables=list, version_of=_none, seal_of=_none, unpublished=text)
+    return FeedStatus(history="", seals=(), tables=list, version_of=_none, seal_of=_none, unpublished=text)
 
 
-def table_standing(table: StampedTable, newest: int, policy: Policy) -> TableStanding:
-    """The standing of a model's table for replicas that read it directly; `newest` is the newest version."""
+def table_status(table: StampedTable, newest: int, policy: Policy) -> TableStatus:
+    """The status of a model's table for replicas that read it directly; `newest` is the newest version."""
     counts = table.counts
 
     def lacking(version: int) -> int:
         # A replica at the newest version lacks nothing of that version, even if a later one already exists.
         return counts.after(version) if version < newest else 0
 
-    return TableStanding(table.spec, policy.row_bytes(table.spec), lacking)
+    return TableStatus(table.spec, policy.row_bytes(table.spec), lacking)
 
 
 class Feed(Protocol):
@@ -183,13 +183,13 @@ class Feed(Protocol):
         """The position of a replica that has everything."""
 
     @property
-    def deliveries(self) -> Sequence[Delivery]:
+    def forms(self) -> Sequence[TableForm]:
         """The form in which replicas get each table, by slot."""
 
     def may_serve(self, policy: Policy) -> bool:
         """Whether it can serve replicas of a consumer with this policy."""
 
-    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+    def continue_from(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
         """Decide whether a replica can continue from its position. Return that position in this history too.
 
         `acknowledged` is the replica's offset.
@@ -220,17 +220,17 @@ class Feed(Protocol):
         The future fails with `DamagedRows` if rows do not match their digests.
         """
 
-    def standing(self, policy: Policy) -> Standing:
+    def status(self, policy: Policy) -> FeedStatus:
         """The position for a consumer with this policy, for reports of the lag of its replicas."""
 
     def changed(self) -> Awaitable[object]:
         """Wait for a change of position, tables or trouble after this call."""
 
 
-class Derived(Source, Protocol):
+class ViewStorage(Source, Protocol):
     """A view: tables derived from a model's tables and the log."""
 
-    def cut_log(self, state: Mapping[str, Any]) -> None:
+    def truncate_log(self, state: Mapping[str, Any]) -> None:
         """Drop records up to a state that checkpoints contain. Blocks; any thread may call it.
 
         Raises:

@@ -27,15 +27,15 @@ from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
 from deltasync.core.cut_times import RecentCuts
 from deltasync.core.policy import Policy
-from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
+from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
-from deltasync.model.feed import Derived, Standing, TableStanding, table_standing
+from deltasync.model.feed import FeedStatus, TableStatus, ViewStorage, table_status
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
 from deltasync.model.recovery import Recovery, ViewRecovery
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
@@ -54,7 +54,7 @@ def _go_on() -> None:
     seals=EVENT_LOOP,
     failure=EVENT_LOOP,
     head=SET_BY_EVENT_LOOP,
-    _deliveries=EVENT_LOOP,
+    _forms=EVENT_LOOP,
 )
 class Model:
     """The tables of a training job. The module's docstring lists which thread may use what.
@@ -96,7 +96,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.recent = RecentCuts()
-        self._deliveries: list[Delivery] = []
+        self._forms: list[TableForm] = []
         self._checkpointing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self.tables = AppliedTables(name, self.store, memory, self.seals, self.on_thread, self._forget_releases)
@@ -113,13 +113,13 @@ class Model:
         return self.history
 
     @property
-    def deliveries(self) -> list[Delivery]:
+    def forms(self) -> list[TableForm]:
         """The form in which a consumer without a policy gets each table, by slot."""
         specs = [table.spec for table in self.tables]
         # Every replica reads them for every release, and comparing two lists of specs is fast.
-        if specs != [each.spec for each in self._deliveries]:
-            self._deliveries = [Delivery.unchanged(spec) for spec in specs]
-        return self._deliveries
+        if specs != [each.spec for each in self._forms]:
+            self._forms = [TableForm.unchanged(spec) for spec in specs]
+        return self._forms
 
     @property
     def position(self) -> Position:
@@ -238,13 +238,13 @@ class Model:
         """Nanoseconds since a version was replaced by a newer one; `FOREVER_NS` if unknown."""
         return self.seals.succession.behind_ns(version, steady_ns())
 
-    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+    def continue_from(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
         """Decide whether a replica can continue from its position. Return that position in this history too.
 
         `acknowledged` is the replica's offset.
         """
         head, seal = self.position.number, self.seal_of(held.number)
-        decision = resume(held, self.history, head, seal, acknowledged=acknowledged)
+        decision = can_continue(held, self.history, head, seal, acknowledged=acknowledged)
         return decision, Position(self.history, held.number, held.seal) if decision.yes else Position(self.history)
 
     def discards(self, held: Position, version: Position) -> bool:
@@ -262,14 +262,14 @@ class Model:
         """Wait for a new head or table after this call."""
         return self.signal.changed()
 
-    def standing(self, policy: Policy) -> Standing:
+    def status(self, policy: Policy) -> FeedStatus:
         """The position for a consumer with this policy that reads the model's tables directly."""
         tables, newest = self.tables.followed(policy), self.seals.newest_version
 
-        def table_standings() -> list[TableStanding]:
-            return [table_standing(each, newest, policy) for each in tables]
+        def table_standings() -> list[TableStatus]:
+            return [table_status(each, newest, policy) for each in tables]
 
-        return Standing(
+        return FeedStatus(
             history=self.history,
             seals=self.seals.frozen(),
             tables=table_standings,
@@ -290,7 +290,7 @@ class Model:
 
     async def checkpoint(
         self,
-        derived: Callable[[], Sequence[Derived]],
+        derived: Callable[[], Sequence[ViewStorage]],
         small: Callable[[], Mapping[str, bytes]],
         check: Callable[[], None] = _go_on,
     ) -> Manifest:
@@ -316,16 +316,16 @@ class Model:
                 raise
             return self.checkpointed
 
-    def cut_log(self, upto: Manifest, derived: Sequence[Derived]) -> None:
+    def truncate_log(self, upto: Manifest, derived: Sequence[ViewStorage]) -> None:
         """Drop log records up to a checkpoint. Blocks; any thread may call it.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
-        self.store.cut(upto.version)
+        self.store.truncate(upto.version)
         for each in derived:
             if (state := upto.states.get(each.owner)) is not None:
-                each.cut_log(state)
+                each.truncate_log(state)
 
     # Recovery.
 
@@ -352,7 +352,7 @@ class _ModelAndViews:
     def __init__(
         self,
         model: Model,
-        derived: Callable[[], Sequence[Derived]],
+        derived: Callable[[], Sequence[ViewStorage]],
         small: Callable[[], Mapping[str, bytes]],
         check: Callable[[], None],
     ) -> None:

@@ -289,7 +289,7 @@ class ModelStore:
 
     # Dropping records that checkpoints contain.
 
-    def cut(self, version: int) -> None:
+    def truncate(self, version: int) -> None:
         """Drop rows up to a version that checkpoints contain.
 
         Raises:

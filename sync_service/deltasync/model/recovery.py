@@ -33,7 +33,7 @@ class RowsLost(StorageFailed):
 
 
 @dataclass(frozen=True)
-class Recovered:
+class RecoveryResult:
     """The result of a recovery.
 
     Attributes:
@@ -73,7 +73,7 @@ class Recovery:
         self._tables = tables
         self._derived = derived
 
-    def recover(self, record: Mapping[str, Any]) -> Recovered:
+    def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
         """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
 
         Raises:
@@ -96,7 +96,7 @@ class Recovery:
         published = {
             table.spec.name: published_rows(table, grown.get(table.spec.name, 0), whole) for table in self._tables
         }
-        return Recovered(seals, published, checkpoint)
+        return RecoveryResult(seals, published, checkpoint)
 
     # The log.
 

@@ -21,7 +21,7 @@ import xxhash
 from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
-from deltasync.checkpoints.file_storage import UNFINISHED, Place, Stored
+from deltasync.checkpoints.file_storage import UNFINISHED, Place, StoredFile
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.log.data_directory import (
     BACKUP_MARKER,
@@ -183,7 +183,7 @@ class BackupPlace:
         for each in self._files():
             self.checkpoints.remove(each.name)
 
-    def _files(self) -> list[Stored]:
+    def _files(self) -> list[StoredFile]:
         models = self.checkpoints.names("")
         folders = [folder for each in models for folder in self.checkpoints.names(each.name)]
         return [file for folder in folders for file in self.checkpoints.names(folder.name)]

@@ -130,7 +130,7 @@ class Checkpoints:
         return bool(self._options.checkpoints and newest and newest != copied)
 
     async def _write(self, model: Model, state: "_State") -> Manifest:
-        """Write a checkpoint, cut the log, and remove older checkpoints."""
+        """Write a checkpoint, truncate the log, and remove older checkpoints."""
         began = time.monotonic()
         async with state.writing.turn:
             with self._noting(model, state.writing, "its checkpoint could not be written; this will be retried"):
@@ -141,7 +141,7 @@ class Checkpoints:
                 manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
-                await self._cut_log(model, state, state.written, remote=False)
+                await self._truncate_log(model, state, state.written, remote=False)
             text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
             self._events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
             return manifest
@@ -156,7 +156,7 @@ class Checkpoints:
                 copy = partial(asyncio.to_thread, model.checkpoints.copy_to_remote, manifest)
                 await self._unless_left(model, copy)
                 state.copied.append(manifest)
-                await self._cut_log(model, state, state.copied, remote=True)
+                await self._truncate_log(model, state, state.copied, remote=True)
 
     @contextlib.contextmanager
     def _noting(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
@@ -193,7 +193,9 @@ class Checkpoints:
             doing.exception()  # No caller is left to report it to.
             raise
 
-    async def _cut_log(self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool) -> None:
+    async def _truncate_log(
+        self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool
+    ) -> None:
         """Drop the log up to the second newest checkpoint of a place, and remove old checkpoints there.
 
         A shared log counts only remote checkpoints. A full log is dropped up to the newest one, which shares
@@ -203,7 +205,7 @@ class Checkpoints:
         upto = list(newest)[-1:] if log.refusing else list(newest)[-2:-1]
         if upto and log.shared == remote:
             before = model.store.dropped
-            await asyncio.to_thread(model.cut_log, upto[0], self._views.of_model(model))
+            await asyncio.to_thread(model.truncate_log, upto[0], self._views.of_model(model))
             if log.refusing:
                 if model.store.dropped == before:
                     await asyncio.to_thread(model.store.keep_fewer_seals, upto[0].version)

@@ -30,7 +30,7 @@ _BEFORE = "remove {name} there and restore again from the checkpoint before it, 
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """The models in a new data directory with their versions, and the number of bytes read."""
 
     models: Mapping[str, int]
@@ -51,7 +51,7 @@ class _Source:
 
 
 @for_owner_only()
-def restore(url: str | Path, data_dir: Path) -> Restored:
+def restore(url: str | Path, data_dir: Path) -> RestoreResult:
     """Make a data directory from a backup or from checkpoints.
 
     Args:
@@ -75,7 +75,7 @@ def restore(url: str | Path, data_dir: Path) -> Restored:
                 shutil.rmtree(data_dir / each, ignore_errors=True)
             (data_dir / "lock").unlink(missing_ok=True)
             raise
-    return Restored(
+    return RestoreResult(
         {each.model: each.version for each in source.manifests}, sum(each.bytes for each in source.manifests)
     )
 

@@ -16,7 +16,7 @@ from deltasync.base.waiting import Signal, first_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.seal import event_time_of
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.model.feed import Standing, nothing_published
+from deltasync.model.feed import FeedStatus, nothing_published
 from deltasync.model.model import Model
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.metrics import Figures, ModelFigures, ProcessFigures, exposition
@@ -68,23 +68,23 @@ class Answers:
         consumer = self._sources.consumers.get(name)
         self._sources.models.check_recovered(consumer.model)
         async with self._lags:
-            standing = self._standing(consumer)
-            return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
+            status = self._status(consumer)
+            return await asyncio.to_thread(report, consumer.copy(), status, time.time_ns())
 
     async def lags(self, models: Collection[str] | None = None) -> list[ConsumerLag]:
         """Compute the lags of all consumers, or those of some models, by name. Recovering models are left out."""
         async with self._lags:
-            standings, now_ns = await self._standings(models), time.time_ns()
-            return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in standings])
+            statuses, now_ns = await self._statuses(models), time.time_ns()
+            return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in statuses])
 
-    async def _standings(self, models: Collection[str] | None) -> list[tuple[Consumer, Standing]]:
-        """Copies of the consumers with their standings. Yields to the event loop after each one."""
-        recovering, standings = self._sources.models.recovering, list[tuple[Consumer, Standing]]()
+    async def _statuses(self, models: Collection[str] | None) -> list[tuple[Consumer, FeedStatus]]:
+        """Copies of the consumers with their statuses. Yields to the event loop after each one."""
+        recovering, statuses = self._sources.models.recovering, list[tuple[Consumer, FeedStatus]]()
         for _, each in sorted(self._sources.registry.consumers.items()):
             if each.model not in recovering and (models is None or each.model in models):
-                standings.append((each.copy(), self._standing(each)))
+                statuses.append((each.copy(), self._status(each)))
                 await asyncio.sleep(0)
-        return standings
+        return statuses
 
     async def metrics(self) -> bytes:
         """Compute the metrics as Prometheus text. Requests within 0.1 s share them."""
@@ -99,7 +99,7 @@ class Answers:
         logs, process, kept = models.storage.logs, sources.process, sources.versions.listed()
         return Figures(
             consumers=[
-                (each.copy(), self._standing(each))
+                (each.copy(), self._status(each))
                 for each in sources.registry.consumers.values()
                 if each.model not in models.recovering
             ],
@@ -126,18 +126,18 @@ class Answers:
             ),
         )
 
-    def _standing(self, consumer: Consumer) -> Standing:
+    def _status(self, consumer: Consumer) -> FeedStatus:
         sources, models = self._sources, self._sources.models
         feed = sources.consumers.feed(consumer)
-        standing = feed.standing(consumer.policy) if feed else nothing_published(consumer.model, models)
+        status = feed.status(consumer.policy) if feed else nothing_published(consumer.model, models)
         if trouble := sources.volumes.trouble:  # The replicas may be in sync, but they get no updates.
-            standing = replace(standing, failure=standing.failure or f"{_NOTHING_NEW}: {trouble}")
+            status = replace(status, failure=status.failure or f"{_NOTHING_NEW}: {trouble}")
         coordinator = models.coordinators.get(consumer.model)
         if coordinator and (refusal := coordinator.sealer.refusal):
-            standing = replace(standing, refused=refusal.reason)
+            status = replace(status, refused=refusal.reason)
         return replace(
-            standing,
-            trouble=standing.trouble or sources.consumers.shortcomings.get(consumer.name, ""),
+            status,
+            trouble=status.trouble or sources.consumers.shortcomings.get(consumer.name, ""),
             unsaved=sources.checkpoints.failure(consumer.model),
         )
 

@@ -10,7 +10,7 @@ from deltasync.base.words import are, counted, duration, listed
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.consumers.registry import consumer_offset, offset_in
 from deltasync.core.seal import Seal, event_time_of, seconds_behind, seconds_since_sealed
-from deltasync.model.feed import Backlog, ReleaseStatistics, Standing, TableStanding
+from deltasync.model.feed import Backlog, FeedStatus, ReleaseStatistics, TableStatus
 
 State = Literal[
     "in sync",
@@ -199,33 +199,33 @@ class ConsumerLag:
         return [replica for replica in self.replicas if not replica.guest]
 
 
-def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> ConsumerLag:
+def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> ConsumerLag:
     """Compute a consumer's lag, per replica and per table.
 
     Args:
         consumer: the consumer; no other thread may change it during the call.
-        standing: the state of its feed.
+        status: the state of its feed.
         now_unix_ns: the current time, nanoseconds since 1970.
     """
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
     fleet = [replica for replica in replicas if not replica.guest]
-    offset = consumer_offset(replicas, standing.history, standing.seal_of)
-    offsets = [offset_in(standing.history, standing.seal_of, replica.applied) for replica in replicas]
-    tables, seals = _tables(standing, replicas), standing.seals
+    offset = consumer_offset(replicas, status.history, status.seal_of)
+    offsets = [offset_in(status.history, status.seal_of, replica.applied) for replica in replicas]
+    tables, seals = _tables(status, replicas), status.seals
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
-    lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
-    state, reason = fleet_state(fleet, lags[offset], _with_unfit(standing, tables, consumer), offset)
+    lags = {each: _lag(each, rows, tables, status, now_unix_ns) for each, rows in counts.items()}
+    state, reason = fleet_state(fleet, lags[offset], _with_unfit(status, tables, consumer), offset)
     if unranked := consumer.policy.unranked([table.spec for table in tables]):
         reason = (
             f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}, which are not "
             "embedding tables: the service sends all their changed rows"
         )
-    if standing.trouble:
-        reason = f"{reason}; the policy is not in force: {standing.trouble}"
-    if standing.refused:
-        reason = f"{reason}; the last cut was refused: {standing.refused}"
-    if standing.unsaved:
-        reason = f"{reason}; checkpoints fail: {standing.unsaved}"
+    if status.trouble:
+        reason = f"{reason}; the policy is not in force: {status.trouble}"
+    if status.refused:
+        reason = f"{reason}; the last cut was refused: {status.refused}"
+    if status.unsaved:
+        reason = f"{reason}; checkpoints fail: {status.unsaved}"
     follows, objects = consumer.follows_words, consumer.objects_words
     reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
@@ -233,11 +233,11 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         paused = PauseLag(pause.since, pause.by, pause.why, otherwise=state)
         state, reason = "paused", f"{pause.words}; otherwise {state}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
-    lines = [_table_line(table, rows, standing, now_unix_ns) for table, rows in pairs]
+    lines = [_table_line(table, rows, status, now_unix_ns) for table, rows in pairs]
     return ConsumerLag(
         consumer=consumer.name,
         model=consumer.model,
-        history=standing.history,
+        history=status.history,
         state=state,
         reason=reason,
         head=seals[-1].version if seals else 0,
@@ -245,13 +245,13 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         offset=offset,
         lag=lags[offset],
         replicas=[
-            _replica_lag(replica, each, lags[each], standing, now_unix_ns, held_back=bool(consumer.pause))
+            _replica_lag(replica, each, lags[each], status, now_unix_ns, held_back=bool(consumer.pause))
             for replica, each in zip(replicas, offsets, strict=True)
         ],
         tables=lines,
         oldest_row_seconds=max((line.oldest_row_seconds for line in lines), default=0.0),
         damages=consumer.damages,
-        release=_release_lag(standing.release, standing.released, now_unix_ns) if standing.release else None,
+        release=_release_lag(status.release, status.released, now_unix_ns) if status.release else None,
         policy=consumer.policy.as_dict(),
         paused=paused,
         follows=follows,
@@ -260,30 +260,30 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     )
 
 
-def _with_unfit(standing: Standing, tables: Sequence[TableStanding], consumer: Consumer) -> Standing:
-    """Add the reason to a standing if the consumer's policy selects no table."""
-    if tables or standing.unpublished:
-        return standing
+def _with_unfit(status: FeedStatus, tables: Sequence[TableStatus], consumer: Consumer) -> FeedStatus:
+    """Add the reason to a status if the consumer's policy selects no table."""
+    if tables or status.unpublished:
+        return status
     patterns = ", ".join(consumer.policy.tables)
-    return replace(standing, unfit=f"no table of model {consumer.model!r} matches {patterns}")
+    return replace(status, unfit=f"no table of model {consumer.model!r} matches {patterns}")
 
 
-def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStanding]:
+def _tables(status: FeedStatus, replicas: Sequence[Replica]) -> list[TableStatus]:
     """The tables, without their backlogs if these are out of date."""
-    tables = standing.tables()
+    tables = status.tables()
     # While no replica is connected, the service makes no releases and does not update backlogs.
-    if standing.compared or any(replica.stream for replica in replicas):
+    if status.compared or any(replica.stream for replica in replicas):
         return tables
     return [replace(table, backlog=None) for table in tables]
 
 
-def _lag(offset: int, rows: Sequence[int], tables: Sequence[TableStanding], standing: Standing, now: int) -> Lag:
-    version, oldest = standing.version_of(offset), _oldest_unapplied_version(offset, standing)
-    lag = measure(version, standing.seals, [table.row_bytes for table in tables], rows, now, oldest)
+def _lag(offset: int, rows: Sequence[int], tables: Sequence[TableStatus], status: FeedStatus, now: int) -> Lag:
+    version, oldest = status.version_of(offset), _oldest_unapplied_version(offset, status)
+    lag = measure(version, status.seals, [table.row_bytes for table in tables], rows, now, oldest)
     if lag.versions or lag.rows:
-        lag = replace(lag, seconds=_seconds_since(version + 1 if oldest is None else oldest, standing, now))
+        lag = replace(lag, seconds=_seconds_since(version + 1 if oldest is None else oldest, status, now))
     backlogs = [table.backlog for table in tables if table.backlog]
-    if offset != standing.newest_release or len(backlogs) < len(tables):
+    if offset != status.newest_release or len(backlogs) < len(tables):
         return lag
     norm, share = unsent(backlogs)
     return replace(lag, unsent_norm=norm, unsent_share=share)
@@ -317,16 +317,16 @@ def measure(
     return Lag(max(0, newest - version), sum(lacking), size, seconds, seconds_behind_events=behind_events)
 
 
-def _oldest_unapplied_version(offset: int, standing: Standing) -> int | None:
+def _oldest_unapplied_version(offset: int, status: FeedStatus) -> int | None:
     """The oldest version that a replica at `offset` has not applied; None = the one after that of its rows."""
     # The first release that it lacks may be of the same version.
-    return None if standing.newest_release in (None, offset) else standing.version_of(offset)
+    return None if status.newest_release in (None, offset) else status.version_of(offset)
 
 
-def _seconds_since(version: int, standing: Standing, now: int) -> float:
+def _seconds_since(version: int, status: FeedStatus, now: int) -> float:
     """Seconds since a version was sealed, even if the service's clock was changed after it."""
-    steady = standing.seconds_since(version)
-    return seconds_since_sealed(version, standing.seals, now) if steady is None else steady
+    steady = status.seconds_since(version)
+    return seconds_since_sealed(version, status.seals, now) if steady is None else steady
 
 
 def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
@@ -336,12 +336,12 @@ def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
     return norm, norm / whole if whole else 0.0
 
 
-def _table_line(table: TableStanding, rows: int, standing: Standing, now: int) -> TableLag:
+def _table_line(table: TableStatus, rows: int, status: FeedStatus, now: int) -> TableLag:
     line = TableLag(table.name, rows, rows * table.row_bytes)
     if table.backlog is None:
         return line
     norm, share = unsent([table.backlog])
-    oldest = _seconds_since(table.backlog.oldest_version, standing, now) if table.backlog.amount.rows else 0.0
+    oldest = _seconds_since(table.backlog.oldest_version, status, now) if table.backlog.amount.rows else 0.0
     return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
 
 
@@ -361,46 +361,46 @@ def _release_lag(release: ReleaseStatistics, made: Moment | None, now: int) -> R
     )
 
 
-def fleet_state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
+def fleet_state(replicas: Sequence[Replica], lag: Lag, status: FeedStatus, offset: int) -> tuple[State, str]:
     """The state of a consumer, and the reason for it.
 
     Args:
         replicas: its replicas, without guests.
         lag: the lag of the slowest replica.
-        standing: the state of its feed.
+        status: the state of its feed.
         offset: the offset of the slowest replica.
     """
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
-        text = standing.unpublished or "no replica has subscribed, and none is expected to return"
-        return "empty", f"{text}; {standing.failure}" if standing.failure else text
-    if standing.failure:
-        return "failed", standing.failure
-    if standing.unpublished:
-        return "empty", standing.unpublished
+        text = status.unpublished or "no replica has subscribed, and none is expected to return"
+        return "empty", f"{text}; {status.failure}" if status.failure else text
+    if status.failure:
+        return "failed", status.failure
+    if status.unpublished:
+        return "empty", status.unpublished
     if len(away) == len(replicas):
         return "away", _none_connected(len(replicas))
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
         return "damaged", f"rows differ from those sent, and the service sends them again: {names}"
-    if standing.unfit:
-        return "waiting", standing.unfit
-    state, reason = _holding(replicas, lag, standing, offset)
+    if status.unfit:
+        return "waiting", status.unfit
+    state, reason = _holding(replicas, lag, status, offset)
     return state, f"{reason}; away: {listed(away)}" if away else reason
 
 
-def _holding(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
+def _holding(replicas: Sequence[Replica], lag: Lag, status: FeedStatus, offset: int) -> tuple[State, str]:
     """Whether the replicas hold the newest version or release, and whether checksums have proved it."""
     if rewound := [f"{each.name} (had {each.rewind.held.number})" for each in replicas if each.rewind]:
         return "behind", f"rows of a discarded history are being replaced in {', '.join(rewound)}"
     everything = lag.versions == 0 and lag.rows == 0
     # Before the first release, no replica can have it.
-    if not everything and not (standing.newest_release and offset == standing.newest_release):
-        last = listed(each.name for each in replicas if _offset(each, standing) <= offset)
+    if not everything and not (status.newest_release and offset == status.newest_release):
+        last = listed(each.name for each in replicas if _offset(each, status) <= offset)
         # The service may make another release of a version that the replicas already have.
         source = counted(lag.versions, "version") if lag.versions else "a release"
         return "behind", f"{counted(lag.rows, 'row')} of {source} not applied yet by {last}"
-    newest = standing.newest if everything else "the newest release"
+    newest = status.newest if everything else "the newest release"
     left = "" if everything else f"; {are(lag.rows, 'row')} postponed"
     if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:
         return "partial", f"some replicas hold only some tables of {newest}: {'; '.join(partial)}{left}"
@@ -410,8 +410,8 @@ def _holding(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: 
     return "in sync" if everything else "current", f"{_whole_fleet(replicas, 'holds', 'hold')} {newest}{left}"
 
 
-def _offset(replica: Replica, standing: Standing) -> int:
-    return offset_in(standing.history, standing.seal_of, replica.applied)
+def _offset(replica: Replica, status: FeedStatus) -> int:
+    return offset_in(status.history, status.seal_of, replica.applied)
 
 
 def _whole_fleet(replicas: Sequence[Replica], one: str, many: str) -> str:
@@ -423,7 +423,7 @@ def _none_connected(replicas: int) -> str:
 
 
 def _replica_lag(
-    replica: Replica, offset: int, lag: Lag, standing: Standing, now: int, *, held_back: bool
+    replica: Replica, offset: int, lag: Lag, status: FeedStatus, now: int, *, held_back: bool
 ) -> ReplicaLag:
     now_ns = steady_ns()
     since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
@@ -443,18 +443,18 @@ def _replica_lag(
         unacked_seconds=_ago(replica.unacked_ns, now_ns) if replica.stream and replica.unacked else 0.0,
         damages=replica.damages,
         damaged_seconds_ago=_ago(replica.damaged_ns, now_ns) if replica.damages else None,
-        behind=lag.versions > 0 and offset != standing.newest_release and not held_back,
-        waits_for=_waits_for(replica, standing, held_back=held_back),
+        behind=lag.versions > 0 and offset != status.newest_release and not held_back,
+        waits_for=_waits_for(replica, status, held_back=held_back),
         guest=replica.guest,
     )
     return replace(line, state=replica_state(line), reason=replica_reason(line))
 
 
-def _waits_for(replica: Replica, standing: Standing, *, held_back: bool) -> str:
+def _waits_for(replica: Replica, status: FeedStatus, *, held_back: bool) -> str:
     """What keeps the service from sending rows to a replica; empty if nothing does."""
-    newest = standing.newest_release
-    if newest is None and standing.seals:
-        newest = standing.seals[-1].version
+    newest = status.newest_release
+    if newest is None and status.seals:
+        newest = status.seals[-1].version
     if replica.damaged and held_back and replica.sent_number != newest:
         return "the end of the pause"  # Only the newest release can repair the replica.
     return ""

@@ -18,7 +18,7 @@ from deltasync.base.process import built_commit, built_version
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.tables import TableSpec
 from deltasync.log.volume import Volume
-from deltasync.model.feed import Standing
+from deltasync.model.feed import FeedStatus
 from deltasync.service.self_test import ProbeStatus
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.overview import RankState
@@ -88,7 +88,7 @@ class Figures:
     `consumers` are copies. `models` leaves out those in `reloading`. `kept_versions` counts those of each model.
     """
 
-    consumers: Sequence[tuple[Consumer, Standing]]
+    consumers: Sequence[tuple[Consumer, FeedStatus]]
     models: Sequence[ModelFigures]
     events: EventCounts
     log_bytes: int
@@ -117,7 +117,7 @@ def exposition(figures: Figures, now_unix_ns: int) -> bytes:
 def families(figures: Figures, now_unix_ns: int) -> list[Metric]:
     """All metrics of the service, including those without samples. See `exposition`."""
     consumers = [consumer for consumer, _ in figures.consumers]
-    lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
+    lags = [report(consumer, status, now_unix_ns) for consumer, status in figures.consumers]
     return [
         *consumer_metrics(consumers, lags, now_unix_ns),
         *_model_metrics(figures),

@@ -48,7 +48,7 @@ def load_kept(
                 f"version {manifest.version} of model {model.name!r} has table {entry.key.name!r} from before it "
                 "was deleted, and nothing can go back beyond that: use a later version"
             )
-        policy.delivery_of(table.spec).check()
+        policy.form_of(table.spec).check()
         loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)
     model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables], note_use=False)
     return loaded

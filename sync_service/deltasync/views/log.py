@@ -13,7 +13,7 @@ import numpy as np
 from deltasync.base.clock import Succession
 from deltasync.base.decision import Decision
 from deltasync.base.errors import StorageFailed
-from deltasync.core.position import NOWHERE, Position, resume
+from deltasync.core.position import NOWHERE, Position, can_continue
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal, release_checksum
 from deltasync.log.log_store import LAST_NUMBER, LogStore
@@ -92,7 +92,7 @@ class ReleaseHistory:
                 return None
         return None
 
-    def resume(
+    def continue_from(
         self, held: Position, newest: int, of_model: Decision, acknowledged: Position = NOWHERE
     ) -> tuple[Decision, Position]:
         """Decide whether a replica can continue from its position. Return that position in this history too.
@@ -108,7 +108,7 @@ class ReleaseHistory:
         if of_model.yes and held.number <= self.first_version:
             decision = Decision(True, f"the replica holds version {held.number}, from before the policy")
             return decision, Position(self.id, held.number, seal)
-        decision = resume(held, self.id, newest, seal, unit="release", acknowledged=acknowledged)
+        decision = can_continue(held, self.id, newest, seal, unit="release", acknowledged=acknowledged)
         return decision, Position(self.id, held.number, held.seal) if decision.yes else Position(self.id)
 
 
@@ -186,12 +186,12 @@ def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
 
 def table_record(table: ViewTable) -> dict[str, Any]:
     """The record of a view's table, without its rows."""
-    delivery = table.delivery
+    form = table.form
     return {
-        "table": delivery.spec.name,
-        "rows": delivery.spec.rows,
-        "value_type": delivery.value_type and delivery.value_type.value,
-        "mode": delivery.mode.value,
+        "table": form.spec.name,
+        "rows": form.spec.rows,
+        "value_type": form.value_type and form.value_type.value,
+        "mode": form.mode.value,
         "source": table.source.removed_before,
         "replaces": table.sent.removed_before,
         "born": table.born,
@@ -371,7 +371,7 @@ class ViewLog:
             raise StorageFailed(f"the log lacks rows of release {number}")
         return [np.concatenate([np.zeros(0, np.int64), *some]) for some in pieces]
 
-    def cut(self, number: int, newest: int) -> None:
+    def truncate(self, number: int, newest: int) -> None:
         """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release.
 
         Raises:

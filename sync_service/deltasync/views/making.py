@@ -17,7 +17,7 @@ from deltasync.checkpoints.manifest import TableKey
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, Mask, members
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
@@ -52,7 +52,7 @@ class ReleasePlan:
 
     @classmethod
     def of(
-        cls, there: Sequence[ViewTable], forms: Iterable[tuple[StampedTable, Delivery]], memory: TableMemory
+        cls, there: Sequence[ViewTable], forms: Iterable[tuple[StampedTable, TableForm]], memory: TableMemory
     ) -> "ReleasePlan":
         """Plan the tables of a release from `forms`.
 
@@ -68,13 +68,13 @@ class ReleasePlan:
             StorageFailed: there is no room.
         """
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
-        for source, delivery in forms:
+        for source, form in forms:
             key = key_of(source)
-            same = (table for table in there if key_of(table.source) == key and table.becomes(delivery))
+            same = (table for table in there if key_of(table.source) == key and table.becomes(form))
             if table := next(same, None):
-                growth += [table.grown(delivery)] if table.delivery != delivery else []
+                growth += [table.grown(form)] if table.form != form else []
             else:
-                table = ViewTable(source, delivery, memory)
+                table = ViewTable(source, form, memory)
                 new.append(table)
             tables.append(table)
         return cls(tuple(tables), tuple(new), tuple(growth))

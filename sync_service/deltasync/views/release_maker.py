@@ -23,7 +23,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.feed import ReleaseStatistics, total
@@ -96,7 +96,7 @@ class ReleaseMaker:
             self.history.add(state.newest.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
-    async def plan(self, tables: Sequence[tuple[StampedTable, Delivery]]) -> ReleasePlan:
+    async def plan(self, tables: Sequence[tuple[StampedTable, TableForm]]) -> ReleasePlan:
         """Allocate the tables of the next release.
 
         Args:
@@ -166,7 +166,7 @@ class ReleaseMaker:
         if seal is None:
             return None, True
         stamp = head.number + 1 if head else seal.version + 1
-        if head is None and all(table.delivery == Delivery.unchanged(table.delivery.spec) for table in plan.new):
+        if head is None and all(table.form == TableForm.unchanged(table.form.spec) for table in plan.new):
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
         live = {table: table.source for table in plan.tables if table not in plan.new}
         try:

@@ -16,7 +16,7 @@ from deltasync.core.position import line_of
 from deltasync.core.rows import Ids, members
 from deltasync.core.seal import release_checksum
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import delivery_of_record
+from deltasync.core.table_form import form_of_record
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
@@ -194,8 +194,8 @@ class Replay:
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
         for each in described:
             table = there.get((each["table"], each["born"]))
-            if table and table.delivery.spec.rows < each["rows"]:
-                growth.append(table.grown(delivery_of_record(each, table.source.spec)))
+            if table and table.form.spec.rows < each["rows"]:
+                growth.append(table.grown(form_of_record(each, table.source.spec)))
             elif table is None and each["born"] == number and (table := self._make(each)):
                 new.append(table)
             tables += [table] if table else []
@@ -207,8 +207,8 @@ class Replay:
         """
         if (source := self._sources.get((record["table"], record["source"]))) is None:
             return None
-        delivery, memory = delivery_of_record(record, source.spec), self._model.memory
-        table = ViewTable(source, delivery, memory, record["born"], record["stamp"])
+        form, memory = form_of_record(record, source.spec), self._model.memory
+        table = ViewTable(source, form, memory, record["born"], record["stamp"])
         table.sent.removed_before = record["replaces"]
         return table
 

@@ -11,7 +11,7 @@ from deltasync.core.changes import ChangeCounts, Stamps
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, Mask, RowBatch, Values, members
 from deltasync.core.stamped_table import Slots, StampedTable
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import distances
@@ -146,19 +146,19 @@ class EncodedTable(StampedTable):
     Its digests are those of the rows as replicas hold them, decoded or as sent.
     """
 
-    def __init__(self, delivery: Delivery, memory: TableMemory) -> None:
-        super().__init__(delivery.encoded_spec, memory, normed=False)
-        self.held_as_stored = delivery.held_as_encoded
-        self._delivery = delivery
+    def __init__(self, form: TableForm, memory: TableMemory) -> None:
+        super().__init__(form.encoded_spec, memory, normed=False)
+        self.held_as_stored = form.held_as_encoded
+        self._form = form
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
-        return self._delivery.held_digests(rows)
+        return self._form.held_digests(rows)
 
 
 @confined(dirty=MODEL_THREAD)
 class ViewTable:
-    """One table of a view. Used on the model's thread only, except for `delivery`, `lacking` and `grown`.
+    """One table of a view. Used on the model's thread only, except for `form`, `lacking` and `grown`.
 
     Each row has the same slot as in the source.
 
@@ -166,7 +166,7 @@ class ViewTable:
 
     Attributes:
         source: the model's table.
-        delivery: the form in which replicas get it. Replaced when the table grows.
+        form: the form in which replicas get it. Replaced when the table grows.
         born: number of the release that created the table.
         stamp: the stamp of its rows at that time; 0 = as in the source.
         held: the rows that replicas at the newest release hold, in the value type.
@@ -175,7 +175,7 @@ class ViewTable:
     """
 
     def __init__(
-        self, source: StampedTable, delivery: Delivery, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
+        self, source: StampedTable, form: TableForm, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
         """Make a table that no replica has received yet.
 
@@ -183,13 +183,13 @@ class ViewTable:
             StorageFailed: there is no room.
         """
         self.source = source
-        self.delivery = delivery
+        self.form = form
         self.born = born
         self.stamp = stamp
-        self.held = EncodedTable(delivery, memory)
+        self.held = EncodedTable(form, memory)
         self.sent: StampedTable = self.held
-        if delivery.mode is Mode.IDS:
-            self.sent = StampedTable(delivery.wire_spec, memory, normed=False)
+        if form.mode is Mode.IDS:
+            self.sent = StampedTable(form.wire_spec, memory, normed=False)
         self.dirty = NONE_DIRTY
         # Counts of the clean rows, and the version up to which the source was compared. They are one tuple, so any
         # thread reads both as of the same moment.
@@ -198,7 +198,7 @@ class ViewTable:
     @property
     def name(self) -> str:
         """The table's name."""
-        return self.delivery.spec.name
+        return self.form.spec.name
 
     @property
     def stamped(self) -> list[StampedTable]:
@@ -210,12 +210,10 @@ class ViewTable:
         """The version up to which rows of the source were compared."""
         return self._counted[1]
 
-    def becomes(self, delivery: Delivery) -> bool:
-        """Whether the table has the form of `delivery`, except that it may have fewer rows."""
-        rows = self.delivery.spec.rows
-        return rows <= delivery.spec.rows and self.delivery == replace(
-            delivery, spec=replace(delivery.spec, rows=rows)
-        )
+    def becomes(self, form: TableForm) -> bool:
+        """Whether the table already has this form, except that it may have fewer rows."""
+        rows = self.form.spec.rows
+        return rows <= form.spec.rows and self.form == replace(form, spec=replace(form.spec, rows=rows))
 
     def within(self, ids: Ids) -> Ids:
         """Those of `ids` ([n], ascending), rows of the source, for which the table has room."""
@@ -263,23 +261,23 @@ class ViewTable:
         """Note that all rows were copied at a version."""
         self._counted = self.held.counts, version
 
-    def grown(self, delivery: Delivery) -> Callable[[], None]:
+    def grown(self, form: TableForm) -> Callable[[], None]:
         """Allocate room for more rows. Blocks; any thread may call it.
 
         Returns:
-            A function for the model's thread that enlarges the table to the size in `delivery`.
+            A function for the model's thread that enlarges the table to the size in `form`.
 
         Raises:
             StorageFailed: there is no room; the table is unchanged.
         """
-        specs = [delivery.encoded_spec, *([] if self.sent is self.held else [delivery.wire_spec])]
+        specs = [form.encoded_spec, *([] if self.sent is self.held else [form.wire_spec])]
         steps = [table.grown(spec) for table, spec in zip(self.stamped, specs, strict=True)]
 
         def grow() -> None:
             before, (clean, compared) = self.held.slots, self._counted
             for step in steps:
                 step()
-            self.delivery = delivery
+            self.form = form
             # Rows beyond the old size may have changed before the last comparison, which left them out.
             new = self.source.ids_of(self.source.index.changed_in(before, self.held.slots, 0))
             uncompared = len(new) > 0 and self.source.numbers(new).min() <= compared
@@ -298,7 +296,7 @@ class ViewTable:
         rows, held = self.source.rows, self.held.rows
 
         def compare(some: slice) -> None:
-            norms[some], differs[some] = self.delivery.compare(rows, held, slots[some])
+            norms[some], differs[some] = self.form.compare(rows, held, slots[some])
 
         in_shares(compare, len(ids))
         dirty_rows.judge(slots, differs, self.source.stamps, self.held.stamps, dirty, flags)
@@ -373,9 +371,9 @@ class ViewTable:
         """Rows of the source, encoded for replicas."""
         room = np.empty((len(ids), self.source.spec.dim), self.source.spec.dtype)
         rows, shard = self.source.read(ids, room), Shard.whole(self.held.spec)
-        if self.delivery.bitwise:
+        if self.form.bitwise:
             return replace(rows, shard=shard)
-        return RowBatch(shard, ids, self.delivery.encode(rows.values))
+        return RowBatch(shard, ids, self.form.encode(rows.values))
 
     def _norms(self, ids: Ids) -> Floats:
         """Norms of rows of the source; 0 for rows that are not trained."""

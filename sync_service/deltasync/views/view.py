@@ -15,11 +15,11 @@ from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.consumers.follow import Follow, check_past
 from deltasync.core.policy import Policy
-from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
+from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.seal import SealHistory
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery
-from deltasync.model.feed import Standing, TableStanding
+from deltasync.core.table_form import TableForm
+from deltasync.model.feed import FeedStatus, TableStatus
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
 from deltasync.views.kept_tables import load_kept
@@ -94,9 +94,9 @@ class View:
         return [table.sent for table in self.state.tables]
 
     @property
-    def deliveries(self) -> list[Delivery]:
+    def forms(self) -> list[TableForm]:
         """The form in which replicas get each table, by slot."""
-        return [table.delivery for table in self.state.tables]
+        return [table.form for table in self.state.tables]
 
     @property
     def position(self) -> Position:
@@ -112,15 +112,15 @@ class View:
         """Wait for a change of head, tables or trouble after this call."""
         return self._signal.changed()
 
-    def resume(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
+    def continue_from(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
         """Decide whether a replica can continue from its position. Return that position in this history too.
 
         `acknowledged` is the replica's offset.
         """
         history, model = self._maker.history, self.model
         sealed = model.seal_of(held.number)
-        of_model = resume(held, model.history, history.first_version, sealed, acknowledged=acknowledged)
-        return history.resume(held, self.position.number, of_model, acknowledged)
+        of_model = can_continue(held, model.history, history.first_version, sealed, acknowledged=acknowledged)
+        return history.continue_from(held, self.position.number, of_model, acknowledged)
 
     def discards(self, held: Position, version: Position) -> bool:
         """Whether a replica holds rows of a discarded history, of the view or of the model."""
@@ -180,9 +180,7 @@ class View:
         """
         if not self.tables:
             return False
-        return self.fits(policy) or (
-            bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
-        )
+        return self.fits(policy) or (bool(self.trouble) and all(each.mode is policy.mode for each in self.forms))
 
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables of the policy, in the policy's form."""
@@ -192,12 +190,12 @@ class View:
         """Whether it has the model's tables, in the policy's form."""
         if self.state.has_removed:
             return False
-        return self.deliveries == [policy.delivery_of(table.spec) for table in self.model.tables.followed(policy)]
+        return self.forms == [policy.form_of(table.spec) for table in self.model.tables.followed(policy)]
 
-    def standing(self, policy: Policy) -> Standing:
+    def status(self, policy: Policy) -> FeedStatus:
         """The position of the view. Before the first release, which waits for a replica, it is the model's."""
-        state, of_model = self.state, self.model.standing(policy)
-        standing = replace(
+        state, of_model = self.state, self.model.status(policy)
+        status = replace(
             of_model,
             history=self.history,
             newest_release=state.head.number if state.head else 0,
@@ -205,11 +203,11 @@ class View:
             failure=self.failure or of_model.failure,
         )
         if self.follows:
-            return self._standing_of_kept(standing, self.follows, policy)
+            return self._standing_of_kept(status, self.follows, policy)
         if state.newest is None:
-            return standing
+            return status
         return replace(
-            standing,
+            status,
             tables=partial(_tables, state, self.model, policy),
             version_of=partial(self._version_at, state),
             seal_of=self._maker.history.seal_of,
@@ -218,31 +216,31 @@ class View:
             compared=state.compared_version == self.model.position.number,
         )
 
-    def _standing_of_kept(self, standing: Standing, follows: Follow, policy: Policy) -> Standing:
+    def _standing_of_kept(self, status: FeedStatus, follows: Follow, policy: Policy) -> FeedStatus:
         """The position of a view that follows a kept version: replicas lack every row until the view is there."""
         state, arrived = self.state, self.arrived(policy)
 
-        def table_standings() -> list[TableStanding]:
+        def table_standings() -> list[TableStatus]:
             if not arrived:
                 tables = self.model.tables.followed(policy)
-                return [TableStanding(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
+                return [TableStatus(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
             lines = [(table, _held(table, state)) for table in state.tables]
             return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
 
         since = Moment(follows.since_unix_ns)
-        standing = replace(
-            standing,
+        status = replace(
+            status,
             seals=(follows.kept.seal,),
             newest=f"kept {follows.kept.words}",
-            newest_release=standing.newest_release if arrived else 0,
+            newest_release=status.newest_release if arrived else 0,
             tables=table_standings,
             version_of=partial(self._version_at, state),
             seal_of=self._maker.history.seal_of,
             seconds_since=lambda _version: max(0.0, Moment.now().after_ns(since) / 1e9),
         )
         if state.newest is None:
-            return standing
-        return replace(standing, release=state.newest.statistics, released=self.released)
+            return status
+        return replace(status, release=state.newest.statistics, released=self.released)
 
     # Making releases, one call at a time.
 
@@ -271,9 +269,9 @@ class View:
         plan = None
         try:
             if self.model.head and not self._has_form(policy):
-                forms = [(table, policy.delivery_of(table.spec)) for table in self.model.tables.followed(policy)]
-                for _, delivery in forms:  # Tables may be newer than the policy.
-                    delivery.check()
+                forms = [(table, policy.form_of(table.spec)) for table in self.model.tables.followed(policy)]
+                for _, form in forms:  # Tables may be newer than the policy.
+                    form.check()
                 plan = await self._maker.plan(forms)
             self.trouble = ""
         except (InvalidInput, StorageFailed) as error:
@@ -316,7 +314,7 @@ class View:
         kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
         if self.arrived(policy) or not goes_on():
             return
-        plan = await self._maker.plan([(table, policy.delivery_of(table.spec)) for table in kept.values()])
+        plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])
         await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
 
     async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
@@ -356,10 +354,10 @@ class View:
         self.replay = None  # It refers to tables.
         return replay.lost
 
-    def cut_log(self, state: Mapping[str, Any]) -> None:
-        """See `Derived.cut_log`."""
+    def truncate_log(self, state: Mapping[str, Any]) -> None:
+        """See `ViewStorage.truncate_log`."""
         if state["head"] and line_of(state["history"]) == line_of(self.history):
-            self._log.cut(state["head"]["number"], self.position.number)
+            self._log.truncate(state["head"]["number"], self.position.number)
 
     def _given(self) -> tuple[list[StampedTable], Head | None] | None:
         """The tables and the head for replicas; None while a release is being written."""
@@ -375,8 +373,8 @@ def _beyond(seconds: float, age_ns: int) -> int:
     return max(0, age_ns - int(seconds * 1e9))
 
 
-def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStanding]:
-    held = {table.delivery.spec.name for table in state.tables}
+def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]:
+    held = {table.form.spec.name for table in state.tables}
     missing = [table for table in model.tables.followed(policy) if table.spec.name not in held]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
 
@@ -390,19 +388,19 @@ def _every(table: StampedTable) -> Callable[[int], int]:
     return lacking
 
 
-def _held(table: ViewTable, state: ViewState) -> TableStanding:
-    return TableStanding(
-        table.delivery.spec,
+def _held(table: ViewTable, state: ViewState) -> TableStatus:
+    return TableStatus(
+        table.form.spec,
         table.sent.spec.row_bytes,
         table.lacking,
-        state.backlog.get(table.delivery.spec.name),
+        state.backlog.get(table.form.spec.name),
     )
 
 
-def _missing(table: StampedTable, policy: Policy) -> TableStanding:
+def _missing(table: StampedTable, policy: Policy) -> TableStatus:
     """A table that the view does not have yet, so that its replicas lack all of it."""
 
     def lacking(_version: int) -> int:
         return table.counts.changed
 
-    return TableStanding(table.spec, policy.row_bytes(table.spec), lacking)
+    return TableStatus(table.spec, policy.row_bytes(table.spec), lacking)

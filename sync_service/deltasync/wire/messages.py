@@ -10,7 +10,7 @@ from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import ID_TYPE, STATE_TYPES, Numbered, Shard, TableKind, TableSpec, sizes_of
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
@@ -87,22 +87,22 @@ def _member(kind: type[N], number: int, words: str) -> N:
     return member
 
 
-def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
+def form_from_message(message: tables_pb2.Table, mode: Mode) -> TableForm:
     """Read the form in which a subscriber gets a table.
 
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
     """
-    own = replace(Delivery.unchanged(table_from_message(message)), mode=mode)
+    own = replace(TableForm.unchanged(table_from_message(message)), mode=mode)
     if own.value_type is None or message.sent_as in (0, message.value_type):
         return own
     return replace(own, value_type=_member(ValueType, message.sent_as, "value type"))
 
 
-def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
+def form_to_message(form: TableForm) -> tables_pb2.Table:
     """Write the form in which a subscriber gets a table."""
-    message = table_to_message(delivery.spec)
-    message.sent_as = delivery.value_type.number if delivery.value_type else message.value_type
+    message = table_to_message(form.spec)
+    message.sent_as = form.value_type.number if form.value_type else message.value_type
     return message
 
 

@@ -30,9 +30,9 @@ from deltasync.client import (
     SubscriberOptions,
 )
 from deltasync.client.targets.local import Gate
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.v1 import subscribe_pb2, tables_pb2
-from deltasync.wire.messages import delivery_to_message
+from deltasync.wire.messages import form_to_message
 
 POLICIES: dict[str, Any] = {}
 WAIT = 20.0
@@ -172,7 +172,7 @@ def opened() -> bytes:
     message = subscribe_pb2.SubscribeOpened(
         model="clicks", model_history="h", resync=True, mode=tables_pb2.MODE_EMBEDDINGS
     )
-    message.tables.append(delivery_to_message(Delivery.unchanged(USER)))
+    message.tables.append(form_to_message(TableForm.unchanged(USER)))
     return subscribe_pb2.SubscribeResponse(opened=message).SerializeToString()
 
 

@@ -35,7 +35,7 @@ from deltasync.client import CallbackTarget, Mode, Policy, Position, SubscriberO
 from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, stored_checkpoint
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.client.torch_checkpoint import checkpoint_copy
-from deltasync.core.comparison import VerifiedTable
+from deltasync.core.comparison import TableComparison
 
 CHECKPOINTS = True
 POLICIES = {
@@ -45,7 +45,7 @@ POLICIES = {
 }
 
 
-def found(comparison: Comparison) -> dict[str, VerifiedTable]:
+def found(comparison: Comparison) -> dict[str, TableComparison]:
     return {each.table: each for each in comparison.tables}
 
 

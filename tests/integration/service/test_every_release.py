@@ -290,9 +290,7 @@ class Fleet:
     def _as_wanted(self, target: Compared) -> bool:
         followed = [each for each in self._training.tables if self.policy.follows(each)]
         held = {each.name: value_type_of(each) for each in target.specs.values() if each.kind.ranked}
-        return held == {
-            each.name: self.policy.delivery_of(each).value_type for each in followed if each.kind.ranked
-        }
+        return held == {each.name: self.policy.form_of(each).value_type for each in followed if each.kind.ranked}
 
     def everything_is_held(self) -> None:
         """Wait until nothing is left for later, and compare all rows."""

@@ -12,12 +12,12 @@ from deltasync.api.acks import AHEAD, Acked, DeliveryTimes, SentRelease, SentRel
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.core.table_form import Delivery
+from deltasync.core.table_form import TableForm
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
 from deltasync.v1 import subscribe_pb2, tables_pb2
 
-DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "item")]
+DELIVERIES = [TableForm.unchanged(TableSpec(name, 10, 2)) for name in ("user", "item")]
 
 
 @pytest.mark.parametrize(

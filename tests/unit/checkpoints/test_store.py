@@ -13,7 +13,7 @@ from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
-from deltasync.checkpoints.file_storage import Place, PlaceFailed, Stored
+from deltasync.checkpoints.file_storage import Place, PlaceFailed, StoredFile
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.rows import DamagedRows
@@ -30,7 +30,7 @@ class Elsewhere(Place):
     """
 
     down, ahead = "", 0.0
-    _old: dict[str, list[Stored]] | None = None
+    _old: dict[str, list[StoredFile]] | None = None
 
     def list_as_now(self) -> None:
         """Go on giving the listing that it has now."""
@@ -45,10 +45,10 @@ class Elsewhere(Place):
         self._check()
         return super().get(name)
 
-    def names(self, folder: str) -> list[Stored]:
+    def names(self, folder: str) -> list[StoredFile]:
         self._check()
         found = self._old[folder] if self._old else super().names(folder)
-        return [Stored(each.name, each.bytes, (each.modified or 0.0) + self.ahead) for each in found]
+        return [StoredFile(each.name, each.bytes, (each.modified or 0.0) + self.ahead) for each in found]
 
     def _check(self) -> None:
         if self.down:
@@ -370,7 +370,7 @@ def test_files_of_a_checkpoint_that_is_published_meanwhile_are_not_removed(
                 assert listed.wait(30)
             super().put(name, content)
 
-        def names(self, folder: str) -> list[Stored]:
+        def names(self, folder: str) -> list[StoredFile]:
             found = super().names(folder)
             if publishing.is_set() and folder.endswith("manifests") and len(listings) == 1:
                 listed.set()

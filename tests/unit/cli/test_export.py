@@ -14,7 +14,7 @@ from tests.support.local_service import opened, publish, send
 from tests.support.wire import close, delete_chunk, part, random_rows
 
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.core.export_metadata import Exported
+from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.policy import Policy
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -104,7 +104,7 @@ def test_a_version_is_exported_bit_by_bit(
         found = tensors[table.name].reshape(rows.shape)
         np.testing.assert_array_equal(found, rows, err_msg=table.name, strict=True)
     with safe_open(file, "numpy") as opened_file:
-        described = Exported.of_metadata(str(file), opened_file.metadata())
+        described = ExportMetadata.of_metadata(str(file), opened_file.metadata())
     assert (described.model, described.step, described.tables) == ("clicks", version, TABLES)
     assert described.position.number == version
     if version == 1:

@@ -17,7 +17,7 @@ from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.client.targets.target import Reads, Written
 from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.rows import Ids, Values
-from deltasync.core.table_form import Delivery, HeldSpec, Mode
+from deltasync.core.table_form import Mode, ReplicaSpec, TableForm
 from deltasync.core.value_types import ValueType
 
 TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]
@@ -296,10 +296,10 @@ def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: Val
     target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     checksums = TargetChecksums(target)
     for version, value_type in enumerate((before, after), 1):
-        form = Delivery(TableSpec("t", 4, 8), value_type, Mode.EMBEDDINGS)
+        form = TableForm(TableSpec("t", 4, 8), value_type, Mode.EMBEDDINGS)
         rows = form.held(form.encode(values * version))
-        changed = [RowBatch.of_table(form.held_spec, np.array([1, 2]), rows)]
-        release = Release(Position("h", version), version, 0, version == 1, [form.held_spec], changed)
+        changed = [RowBatch.of_table(form.replica_spec, np.array([1, 2]), rows)]
+        release = Release(Position("h", version), version, 0, version == 1, [form.replica_spec], changed)
         target.apply(release)
         expected = np.zeros((4, rows.shape[1]), rows.dtype)
         expected[1:3] = rows
@@ -310,9 +310,9 @@ def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: Val
 def test_what_replicas_hold_of_a_table_is_as_the_value_type_says() -> None:
     table, forms = TableSpec("t", 4, 8), list[Any]()
     for value_type in (ValueType.FP16, ValueType.INT4_TBE):
-        held = Delivery(table, value_type, Mode.EMBEDDINGS).held_spec
-        assert isinstance(held, HeldSpec)
+        held = TableForm(table, value_type, Mode.EMBEDDINGS).replica_spec
+        assert isinstance(held, ReplicaSpec)
         forms.append((held.dim, held.dtype, held.value_type, held.table_dim))
     assert forms == [(8, np.dtype("<f4"), ValueType.FP16, 8), (8, np.dtype("u1"), ValueType.INT4_TBE, 8)]
-    assert Delivery(table, ValueType.FP32, Mode.EMBEDDINGS).held_spec == table
-    assert Delivery(table, ValueType.INT4_TBE, Mode.IDS).held_spec == table
+    assert TableForm(table, ValueType.FP32, Mode.EMBEDDINGS).replica_spec == table
+    assert TableForm(table, ValueType.INT4_TBE, Mode.IDS).replica_spec == table

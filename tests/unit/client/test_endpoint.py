@@ -15,7 +15,8 @@ from deltasync.base.errors import Contradiction, DeltasyncError, NotOwner, Owner
 from deltasync.cli.endpoint_options import operator_options, service_options
 from deltasync.client import Admin, Endpoint, InvalidInput
 from deltasync.client.admin import fetch_lag
-from deltasync.client.endpoint import Route, endpoint_settings
+from deltasync.client.endpoint import endpoint_settings
+from deltasync.client.route import Route
 
 TOKEN = "hush"  # noqa: S105
 ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]

@@ -19,12 +19,12 @@ from deltasync.client.stored_copy import _Seen
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.core.digests import row_digests
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 from deltasync.model import releases
 from deltasync.model.releases import FrozenRelease, ReleaseChunk
 from deltasync.v1 import subscribe_pb2, tables_pb2
-from deltasync.wire.messages import delivery_to_message
+from deltasync.wire.messages import form_to_message
 from deltasync.wire.row_messages import Columns, ReceivedRows, read_response, rows_pieces
 
 BUDGET = 1 << 20
@@ -49,7 +49,7 @@ class Replica:
         """A new stream."""
         self._assembler = ReleaseAssembler(BUDGET, {table.spec.name for table in self._made.tables})
         self._assembler._part_bytes = 100
-        tables = [delivery_to_message(Delivery.unchanged(table.spec)) for table in self._made.tables]
+        tables = [form_to_message(TableForm.unchanged(table.spec)) for table in self._made.tables]
         opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=tables, resync=not self.held)
         self._assembler.begin(opened, in_parts=not self.held and getattr(self.target, "takes_parts", False))
 
@@ -230,7 +230,7 @@ def test_norms_go_with_their_rows() -> None:
 def test_rows_are_checked_against_the_digests_that_they_came_with() -> None:
     table = TableSpec("a", 9, 3)
     assembler = ReleaseAssembler(BUDGET, set())
-    message = delivery_to_message(Delivery.unchanged(table))
+    message = form_to_message(TableForm.unchanged(table))
     assembler.begin(subscribe_pb2.SubscribeOpened(model="clicks", tables=[message]))
     rows = RowBatch.of_table(table, np.arange(9), np.ones((9, 3), "<f4")).digested()
     sent = b"".join(rows_pieces(rows))
@@ -246,12 +246,12 @@ def test_rows_are_checked_against_the_digests_that_they_came_with() -> None:
 def test_decoded_rows_keep_no_message_in_memory() -> None:
     table = TableSpec("a", 9, 4)
     for value_type in ValueType:
-        delivery = Delivery(table, value_type, Mode.EMBEDDINGS)
+        form = TableForm(table, value_type, Mode.EMBEDDINGS)
         assembler = ReleaseAssembler(BUDGET, set())
-        opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=[delivery_to_message(delivery)])
+        opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=[form_to_message(form)])
         assembler.begin(opened)
-        encoded = delivery.encode(np.ones((9, 4), "<f4"))
-        sent = b"".join(rows_pieces(RowBatch.of_table(delivery.wire_spec, np.arange(9), encoded).digested()))
+        encoded = form.encode(np.ones((9, 4), "<f4"))
+        sent = b"".join(rows_pieces(RowBatch.of_table(form.wire_spec, np.arange(9), encoded).digested()))
         assembler.add(0, Columns.read(memoryview(sent)))
         (rows,) = assembler.end(subscribe_pb2.ReleaseEnd(rows=9)).rows
         views = [np.may_share_memory(each, np.frombuffer(sent, np.uint8)) for each in (rows.ids, rows.values)]

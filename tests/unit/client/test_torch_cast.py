@@ -17,7 +17,7 @@ from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
 from deltasync.core.rows import Ids, Values
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 
 HALVES = {ValueType.FP16: torch.float16, ValueType.BF16: torch.bfloat16}
@@ -55,8 +55,8 @@ def rows_of(model: Model, value_type: ValueType | None) -> dict[str, tuple[Table
         rows = tensor.reshape(1, -1).numpy() if tensor.dim() < 2 else tensor.numpy()
         spec = TableSpec(name, rows.shape[0], rows.shape[1], rows.dtype, kind)
         embedding = kind is TableKind.EMBEDDING and value_type
-        delivery = Delivery(spec, value_type, Mode.EMBEDDINGS) if embedding else Delivery.unchanged(spec)
-        held[name] = delivery.held_spec, delivery.held(delivery.encode(rows))
+        form = TableForm(spec, value_type, Mode.EMBEDDINGS) if embedding else TableForm.unchanged(spec)
+        held[name] = form.replica_spec, form.held(form.encode(rows))
     return held
 
 
@@ -163,7 +163,7 @@ def test_of_another_shape_no_value_type_is_advised() -> None:
 def test_what_goes_with_tables_for_a_tbe_may_be_rounded() -> None:
     model, trainer = nn.Sequential(nn.Linear(3, 1)).half(), nn.Linear(3, 1)
     bias = TableSpec("0.bias", 1, 1, kind=TableKind.PARAMETER)
-    left_out = Delivery(TableSpec("user", 4, 8), ValueType.INT8_TBE, Mode.EMBEDDINGS).held_spec
+    left_out = TableForm(TableSpec("user", 4, 8), ValueType.INT8_TBE, Mode.EMBEDDINGS).replica_spec
     value = trainer.bias.detach().numpy()[None]
     release = Release(
         Position("h", 1), 1, 0, True, [bias, left_out], [RowBatch.of_table(bias, np.array([0]), value)]

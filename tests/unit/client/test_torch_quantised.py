@@ -41,7 +41,7 @@ from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_binding import bind
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
@@ -392,9 +392,9 @@ def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
     )
     trained = nn.ModuleDict({"model": nn.ModuleDict({"sparse": processed})})
     tables = [
-        Delivery(
+        TableForm(
             TableSpec(name.removesuffix(".weight"), *each.shape), ValueType.INT8_TBE, Mode.EMBEDDINGS
-        ).held_spec
+        ).replica_spec
         if each.dim() == 2
         else TableSpec(name, 1, len(each), kind=TableKind.PARAMETER)
         for name, each in trained.named_parameters()

@@ -44,7 +44,7 @@ from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 
 pytestmark = [
@@ -73,16 +73,16 @@ each_form = pytest.mark.parametrize(
 
 def encoded(release: Release, value_type: ValueType = ValueType.INT8_TBE) -> Release:
     """The same with the embeddings as a service sends them to a consumer of quantised tables."""
-    deliveries = {
-        table.name: Delivery(table, value_type, Mode.EMBEDDINGS) for table in release.tables if table.kind.ranked
+    forms = {
+        table.name: TableForm(table, value_type, Mode.EMBEDDINGS) for table in release.tables if table.kind.ranked
     }
     rows = [
-        RowBatch.of_table(to.held_spec, each.ids, to.held(to.encode(each.values)))
-        if (to := deliveries.get(each.table.name))
+        RowBatch.of_table(to.replica_spec, each.ids, to.held(to.encode(each.values)))
+        if (to := forms.get(each.table.name))
         else each
         for each in release.rows
     ]
-    tables = [deliveries[each.name].held_spec if each.name in deliveries else each for each in release.tables]
+    tables = [forms[each.name].replica_spec if each.name in forms else each for each in release.tables]
     return dataclasses.replace(release, rows=rows, tables=tables)
 
 

@@ -21,10 +21,10 @@ from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
 from deltasync.consumers.pause import Pause
 from deltasync.consumers.registry import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position, resume
+from deltasync.core.position import Position, can_continue
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
-from deltasync.model.feed import Standing
+from deltasync.model.feed import FeedStatus
 from deltasync.service.service import Service
 from deltasync.status.lag import Lag, fleet_state, measure
 
@@ -61,7 +61,7 @@ def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_tha
 
 
 @pytest.mark.parametrize(
-    ("replicas", "lag", "standing", "expected", "said"),
+    ("replicas", "lag", "status", "expected", "said"),
     [
         ([], NONE, {}, "empty", "no replica has subscribed, and none is expected to return"),
         ([], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
@@ -112,10 +112,10 @@ def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_tha
     ],
 )
 def test_state_says_why(
-    replicas: list[Replica], lag: Lag, standing: dict[str, Any], expected: str, said: str
+    replicas: list[Replica], lag: Lag, status: dict[str, Any], expected: str, said: str
 ) -> None:
-    where = Standing(history="h", seals=(), tables=list, version_of=lambda number: number, seal_of=lambda _: 0)
-    found, reason = fleet_state(replicas, lag, replace(where, **standing), offset=3)
+    where = FeedStatus(history="h", seals=(), tables=list, version_of=lambda number: number, seal_of=lambda _: 0)
+    found, reason = fleet_state(replicas, lag, replace(where, **status), offset=3)
     assert found == expected
     assert said in reason
 
@@ -177,7 +177,7 @@ async def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(serv
     service.registry.acknowledge(consumer, of_it, Position("h", 1, 7))
     service.registry.acknowledge(consumer, of_it, Position("h", 1))
     assert of_it.applied.seal == 7
-    assert resume(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
+    assert can_continue(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
 
 
 async def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:

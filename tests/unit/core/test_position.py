@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.seals import sealed
 
-from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, next_epoch, resume
+from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of, next_epoch
 from deltasync.core.seal import SealHistory
 
 KEPT = 4  # Seals of a history.
@@ -40,7 +40,7 @@ KEPT = 4  # Seals of a history.
 def test_from_which_positions_a_replica_goes_on(
     held: Position, seal: int, acknowledged: Position, yes: bool, said: str
 ) -> None:
-    decision = resume(held, "h", 5, seal, acknowledged=acknowledged)
+    decision = can_continue(held, "h", 5, seal, acknowledged=acknowledged)
     assert decision.yes is yes
     assert said in decision.reason
 
@@ -107,7 +107,7 @@ class Client:
         held = self.held if self.shows_seals else replace(self.held, seal=0)
         known = service.seals.checksum_of(held.number)
         acknowledged = service.offsets.get(self.name, NOWHERE)
-        decision = resume(held, service.history, service.head.number, known, acknowledged=acknowledged)
+        decision = can_continue(held, service.history, service.head.number, known, acknowledged=acknowledged)
         if not decision.yes:
             self.rows = {}
         after = held.number if decision.yes else 0

@@ -17,7 +17,7 @@ from deltasync.core.digests import checksum_of, squared_norms
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values, row_ids
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery, Mode, delivery_of_record, spec_of_record, spec_record
+from deltasync.core.table_form import Mode, TableForm, form_of_record, spec_of_record, spec_record
 from deltasync.core.tables import (
     MAX_DIM,
     MAX_ROWS,
@@ -34,8 +34,8 @@ from deltasync.v1 import tables_pb2
 from deltasync.views.log import table_record
 from deltasync.views.table import ViewTable
 from deltasync.wire.messages import (
-    delivery_from_message,
-    delivery_to_message,
+    form_from_message,
+    form_to_message,
     table_from_message,
     table_to_message,
 )
@@ -129,8 +129,8 @@ SPECS = [
 def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
     assert table_from_message(table_to_message(spec)) == spec
     assert spec_of_record(spec_record(spec)) == spec
-    delivery = Policy(value_type=ValueType.INT8).delivery_of(spec)
-    assert delivery_from_message(delivery_to_message(delivery), Mode.EMBEDDINGS) == delivery
+    form = Policy(value_type=ValueType.INT8).form_of(spec)
+    assert form_from_message(form_to_message(form), Mode.EMBEDDINGS) == form
 
 
 OF_MAP: dict[str, Any] = {"kind": TableKind.ID_MAP, "of": "t", "dim": 1, "dtype": INT64}
@@ -216,9 +216,9 @@ def test_only_buffers_hold_what_is_not_finite() -> None:
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("spec", SPECS[1:], ids=str)
 def test_a_policy_sends_all_but_embedding_tables_bit_by_bit(spec: TableSpec, mode: Mode) -> None:
-    delivery = Policy(value_type=ValueType.INT8, mode=mode).delivery_of(spec)
-    assert delivery.value_type is None
-    assert (delivery.encoded_spec.dim, delivery.encoded_spec.dtype) == (spec.dim, spec.dtype)
+    form = Policy(value_type=ValueType.INT8, mode=mode).form_of(spec)
+    assert form.value_type is None
+    assert (form.encoded_spec.dim, form.encoded_spec.dtype) == (spec.dim, spec.dtype)
 
 
 def test_who_follows_a_table_follows_its_map() -> None:
@@ -254,10 +254,10 @@ def bits_of(spec: TableSpec, seed: int) -> Values:
 def test_a_view_sees_every_bit_that_changes(spec: TableSpec) -> None:
     source, ids = StampedTable(spec), np.arange(spec.rows)
     source.apply(RowBatch.of_table(spec, ids, bits_of(spec, 1)), 1)
-    delivery = Policy(value_type=ValueType.INT8, top_k=1).delivery_of(spec)
+    form = Policy(value_type=ValueType.INT8, top_k=1).form_of(spec)
     with not_shared_yet():
-        view = ViewTable(source, delivery)
-        assert delivery_of_record(table_record(view), spec) == delivery == Delivery(spec, None, Mode.EMBEDDINGS)
+        view = ViewTable(source, form)
+        assert form_of_record(table_record(view), spec) == form == TableForm(spec, None, Mode.EMBEDDINGS)
         view.copy(ids)
         assert view.held.rows.tobytes() == source.rows.tobytes()
         changed = source.rows.copy()
@@ -300,6 +300,6 @@ def test_no_other_file_asks_which_value_type_it_is() -> None:
 def test_what_is_sent_of_a_table_comes_back_as_it_was(
     dtype: np.dtype[np.generic], dim: int, value_type: ValueType, mode: Mode
 ) -> None:
-    delivery = Delivery(TableSpec("t", 3, dim, dtype), value_type, mode)
-    message = tables_pb2.Table.FromString(delivery_to_message(delivery).SerializeToString())
-    assert delivery_from_message(message, mode) == delivery
+    form = TableForm(TableSpec("t", 3, dim, dtype), value_type, mode)
+    message = tables_pb2.Table.FromString(form_to_message(form).SerializeToString())
+    assert form_from_message(message, mode) == form

@@ -69,11 +69,11 @@ async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_hav
     """Every replica looks at it with every release, of thousands of tables."""
     await publish(service)
     model = service.models["clicks"]
-    before = list(model.deliveries)
-    assert all(each is again for each, again in zip(before, model.deliveries, strict=True))
+    before = list(model.forms)
+    assert all(each is again for each, again in zip(before, model.forms, strict=True))
     await publish_later(service, GROWN)
     assert [each.spec for each in before] == TABLES
-    assert [each.spec for each in model.deliveries] == GROWN
+    assert [each.spec for each in model.forms] == GROWN
 
 
 @in_service()

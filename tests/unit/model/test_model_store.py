@@ -108,11 +108,11 @@ def test_layouts_do_not_pile_up_over_runs(opened: Callable[[], LogStore]) -> Non
             publish(store, version, layout=layout)
         assert len(list(log.read("layouts/m"))) <= 2
         if run % 2:
-            store.cut(2 * run - 1)
+            store.truncate(2 * run - 1)
             assert len(list(log.read("layouts/m"))) == 1, "rows of the newest version name it"
             log = opened()
         else:
-            store.cut(2 * run)
+            store.truncate(2 * run)
             assert not list(log.read("layouts/m"))
 
 
@@ -127,7 +127,7 @@ def test_what_an_abandoned_cut_of_a_larger_run_has_left_is_not_read_and_goes_wit
     seal = replace(sealed(1, world_size=2), rows=2)
     store.seal(seal).result(TIMEOUT)
     assert [rows.shard for rows in store.rows(seal)] == SHARDS[:2]
-    store.cut(1)
+    store.truncate(1)
     assert log.streams() == ["seals/m"]
 
 
@@ -152,7 +152,7 @@ def test_seals_outlive_their_rows(
     store = ModelStore(log, "m")
     for version in range(1, 8):
         publish(store, version, rows_of(SHARDS[0], version))
-    store.cut(6)
+    store.truncate(6)
     assert [record.number for record in log.read("cuts/m")] == [7]
     assert [seal.version for seal in store.seals()[0]] == list(range(max(1, 7 - kept), 8))
 
@@ -169,8 +169,8 @@ def test_a_log_that_is_full_of_seals_goes_on(tmp_path: Path) -> None:
 
     while is_sealed():
         if len(newest) % 50 == 0:
-            store.cut(len(newest))
-    store.cut(len(newest))
+            store.truncate(len(newest))
+    store.truncate(len(newest))
     while log.refusing:  # As housekeeping does.
         store.keep_fewer_seals(len(newest))
         log.refusing = False

@@ -25,8 +25,8 @@ from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.progress import Progress
-from deltasync.checkpoints.file_storage import Place, PlaceFailed, Stored
-from deltasync.checkpoints.store import CheckpointStore, Found
+from deltasync.checkpoints.file_storage import Place, PlaceFailed, StoredFile
+from deltasync.checkpoints.store import CheckpointListing, CheckpointStore
 from deltasync.core.policy import Policy
 from deltasync.core.table_memory import NoTableMemory
 from deltasync.log import volume
@@ -148,7 +148,7 @@ async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
 ) -> None:
     asked, manifests = list[str](), CheckpointStore.manifests
 
-    def unreadable(store: CheckpointStore) -> Found:
+    def unreadable(store: CheckpointStore) -> CheckpointListing:
         if store._model == "fast":
             asked.append("fast")
             raise StorageFailed("checkpoints: fast cannot be read")
@@ -174,7 +174,7 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
 ) -> None:
     asked, manifests, away, error = list[str](), CheckpointStore.manifests, [True], kind("away")
 
-    def unreachable(store: CheckpointStore) -> Found:
+    def unreachable(store: CheckpointStore) -> CheckpointListing:
         if store._model == "slow" and away:
             asked.append("slow")
             raise error
@@ -303,7 +303,7 @@ async def test_what_is_left_of_a_deleted_model_where_its_copies_are_waits_for_th
 ) -> None:
     names, copies = Place.names, tmp_path / "copies"
 
-    def unreachable(place: Place, folder: str) -> list[Stored]:
+    def unreachable(place: Place, folder: str) -> list[StoredFile]:
         if place.url == str(copies):
             raise PlaceFailed("it does not answer")
         return names(place, folder)

@@ -44,12 +44,12 @@ async def test_an_ack_while_lag_is_counted_does_no_harm(service: Service) -> Non
     service.registry.acknowledge(consumer, other, held)
     newest = service.registry.connect(consumer, "r", asyncio.Event())
     service.registry.acknowledge(consumer, newest, Position(session.sealed.history, 2))
-    before, standing = consumer.copy(), coordinator.model.standing(consumer.policy)
+    before, status = consumer.copy(), coordinator.model.status(consumer.policy)
     service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 2))
     await send(session, part(3, [(0, [3, 4], np.ones((2, 4), "<f4"))]))
     await coordinator.drain()
     await join(service, tables=[TableSpec("another", 3, 1)], shards=[])
-    lag = report(before, standing, time.time_ns())
+    lag = report(before, status, time.time_ns())
     assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
     assert lag.head == 2
     # Rows are counted when they are asked for; whoever had the newest version had it.

@@ -191,7 +191,7 @@ async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
     with storage.gone():
         connected(service, "ranked")
         await until(lambda: view.failure)
-        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+        lag = report(consumer, view.status(consumer.policy), time.time_ns())
         assert lag.state == "failed"
         assert lag.reason.startswith(view.failure)
         assert f"{URL} cannot be reached" in view.failure

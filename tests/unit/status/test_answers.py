@@ -84,8 +84,8 @@ async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeyp
     await published(service, EVERYTHING, TOP)
     answers, threads = Answers(sources(service)), set[threading.Thread]()
     for where, name in (
-        (models, "table_standing"),
-        (views, "TableStanding"),
+        (models, "table_status"),
+        (views, "TableStatus"),
         (ViewTable, "lacking"),
         (module, "exposition"),
         (module, "report"),
@@ -105,7 +105,7 @@ async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypat
     async with HeldThread(model):
         with monkeypatch.context() as patch:
             patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")), raising=False)
-            patch.setattr(Model, "standing", lambda *_: pytest.fail("the model is asked"))
+            patch.setattr(Model, "status", lambda *_: pytest.fail("the model is asked"))
             lines: list[ConsumerLine] = await route.endpoint()
     assert [line.connected for line in lines] == [1] * CONSUMERS
 

@@ -21,7 +21,7 @@ from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec
-from deltasync.model.feed import Standing
+from deltasync.model.feed import FeedStatus
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.metrics import consumer_metrics
 from deltasync.views.view import View
@@ -31,15 +31,15 @@ in_model = partial(as_test, run)
 
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
-    return report_of(view, release, view.standing(Policy()), connected=connected)
+    return report_of(view, release, view.status(Policy()), connected=connected)
 
 
-def report_of(view: View, release: int, standing: Standing, *, connected: bool = True) -> ConsumerLag:
+def report_of(view: View, release: int, status: FeedStatus, *, connected: bool = True) -> ConsumerLag:
     replica = Replica(
         "a", Position(view.history, release), stream=asyncio.Event() if connected else None, checked=True
     )
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
-    return report(consumer, standing, time.time_ns())
+    return report(consumer, status, time.time_ns())
 
 
 def a_second_from_one_look_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: P
 async def test_who_follows_no_table_waits_for_one(local: LocalModel) -> None:
     view = await local.prepared_view(Policy(tables=("usr*",)))
     consumer = Consumer("top", "clicks", 0, Policy(tables=("usr*",)), {"a": Replica("a", stream=asyncio.Event())})
-    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    lag = report(consumer, view.status(consumer.policy), time.time_ns())
     assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' matches usr*")
     await local.add(TableSpec("usr", 3, 2))
-    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    lag = report(consumer, view.status(consumer.policy), time.time_ns())
     assert lag.state == "behind"
 
 
@@ -137,9 +137,9 @@ async def test_who_is_current_is_not_late_for_what_is_sealed_while_that_is_found
     view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 3, 4))
     await view.make_release(TOP, 0)
-    number, standing = view.position.number, view.standing(TOP)
+    number, status = view.position.number, view.status(TOP)
     await local.cut(changed(2, USER, 9))
-    lag = report_of(view, number, standing)
+    lag = report_of(view, number, status)
     assert (lag.state, lag.lag.versions, lag.lag.seconds) == ("current", 0, 0)
 
 
@@ -188,7 +188,7 @@ async def test_a_pause_hides_no_failure(local: LocalModel) -> None:
     view.failure = "its releases cannot be made"
     replica = Replica("a", stream=asyncio.Event())
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica}, pause=Pause(0, "anna"))
-    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    lag = report(consumer, view.status(consumer.policy), time.time_ns())
     assert (lag.state, lag.paused and lag.paused.otherwise) == ("paused", "failed")
     (failed,) = (each for each in consumer_metrics([consumer], [lag], 0) if each.name.endswith("consumer_failed"))
     assert [sample.value for sample in failed.samples] == [1]

@@ -401,7 +401,7 @@ async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch:
     await local.model.tables.remove(ITEM.name)
     await loop._advance()
     assert view.position == before, "nor is any other release made"
-    assert [each.spec.name for each in view.deliveries] == [USER.name], "and the table takes no memory"
+    assert [each.spec.name for each in view.forms] == [USER.name], "and the table takes no memory"
     consumer.pause = None
     await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
     await loop._advance()

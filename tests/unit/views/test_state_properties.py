@@ -175,18 +175,18 @@ class Play:
     async def _serve(self, feed: Feed, replica: Replica) -> None:
         if not feed.position.number:
             return
-        decision, after = feed.resume(replica.position, NOWHERE)
-        specs = {each.spec.name: each.spec for each in feed.deliveries}
+        decision, after = feed.continue_from(replica.position, NOWHERE)
+        specs = {each.spec.name: each.spec for each in feed.forms}
         if not decision.yes or not replica.tables:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}
             replica.there = set()
         release = await feed.release(after.number)
         assert isinstance(release, FrozenRelease)
         for slot, batch in (*live_rows(release).items(), *deleted_rows(release).items()):
-            delivery = feed.deliveries[slot]
-            values = batch.values if batch.deleted else delivery.decode(batch.values)
-            replica.tables[delivery.spec.name][batch.ids] = 0 if batch.deleted else values
-            if delivery.spec == USER:
+            form = feed.forms[slot]
+            values = batch.values if batch.deleted else form.decode(batch.values)
+            replica.tables[form.spec.name][batch.ids] = 0 if batch.deleted else values
+            if form.spec == USER:
                 ids = set(batch.ids.tolist())
                 replica.there = replica.there - ids if batch.deleted else replica.there | ids
         assert release.head

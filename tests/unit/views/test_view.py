@@ -38,13 +38,13 @@ async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
     if behind:
         await local.cut(changed(1, USER, 3, 4))
     view = await local.prepared_view(policy)
-    decision, position = view.resume(held)
+    decision, position = view.continue_from(held)
     assert decision.yes
     assert (view.position != position) is bool(lacks)  # Else nothing is sent.
     release = await view.release(position.number)
-    found = {view.deliveries[slot].spec.name: rows.ids.tolist() for slot, rows in live_rows(release).items()}
+    found = {view.forms[slot].spec.name: rows.ids.tolist() for slot, rows in live_rows(release).items()}
     assert not lacks or found == lacks
-    assert not view.resume(Position(held.history, local.model.position.number + 1))[0].yes
+    assert not view.continue_from(Position(held.history, local.model.position.number + 1))[0].yes
 
 
 async def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(local: LocalModel) -> None:
@@ -63,7 +63,7 @@ async def lag_at(view: View, release: int) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event(), checked=True)
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
-    return report(consumer, view.standing(consumer.policy), time.time_ns())
+    return report(consumer, view.status(consumer.policy), time.time_ns())
 
 
 async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
@@ -153,4 +153,4 @@ async def equals_its_version(
     assert view.state.head.version == view.state.head.step == local.model.position.number
     assert view.state.compared_version == view.state.head.version
     for table in view.state.tables:
-        assert table.held.rows.tobytes() == table.delivery.encode(table.source.rows).tobytes()
+        assert table.held.rows.tobytes() == table.form.encode(table.source.rows).tobytes()

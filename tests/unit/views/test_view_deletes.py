@@ -17,7 +17,7 @@ from deltasync.base.threads import not_shared_yet
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
@@ -146,7 +146,7 @@ async def test_rows_that_a_view_had_no_room_for_go_with_their_map(
             await view.prepare(TOP)
     await view.make_release(TOP, 0)
     await view.prepare(TOP)
-    assert view.deliveries[0].spec.rows == 12
+    assert view.forms[0].spec.rows == 12
     held = await held_by_a_replica(view)
     named = held[MAP.name][:, 0] != 0
     np.testing.assert_array_equal(held["user"][named, 0], held[MAP.name][named, 0] - 1)
@@ -169,7 +169,7 @@ async def test_a_table_that_was_removed_and_made_again_is_sent_whole(local: Loca
         for number, whole in ((before, ["user"]), (view.position.number, [])):
             release = await view.release(number)
             assert isinstance(release, FrozenRelease)
-            assert [view.deliveries[slot].spec.name for slot in release.whole] == whole
+            assert [view.forms[slot].spec.name for slot in release.whole] == whole
 
 
 @pytest.mark.parametrize("kind", ValueType)
@@ -182,7 +182,7 @@ def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) ->
     with not_shared_yet():
         tables = []
         for rows in (np.arange(40), np.array([9])):
-            tables.append(ViewTable(source, Delivery(spec, kind, Mode.EMBEDDINGS), stamp=1))
+            tables.append(ViewTable(source, TableForm(spec, kind, Mode.EMBEDDINGS), stamp=1))
             tables[-1].copy(rows)
             tables[-1].copied(1)
         source.apply(deletes, 2)
@@ -213,7 +213,7 @@ def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> 
 
     write(1, 1, 0, 1, 2, 3)
     with not_shared_yet():
-        table = ViewTable(source, Delivery.unchanged(spec), stamp=1)
+        table = ViewTable(source, TableForm.unchanged(spec), stamp=1)
         table.copy(np.arange(4))
         table.copied(1)
         write(2, 2, 1)

@@ -69,7 +69,7 @@ async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_fir
     assert view.position.number == before.number + (2 if again else 1)
     assert view.version_of(before.number + 1) == 2
     assert not is_due(view, Policy())
-    decision, start = view.resume(before)
+    decision, start = view.continue_from(before)
     assert (decision.yes, start) == (True, before)
     late = await view.release(before.number)
     assert isinstance(late, FrozenRelease)
@@ -101,7 +101,7 @@ async def test_a_checkpoint_has_a_release_that_a_full_log_refuses(
     await local.cut(changed(2, USER, 3))
     await again.make_release(TOP, 0)
     for held in (before, Position(before.history, before.number + 1, again.seal_of(before.number + 1))):
-        assert again.resume(held)[0].yes
+        assert again.continue_from(held)[0].yes
     bits = await bits_of(again)
     assert await bits_of((await models.open()).view()) == bits
 

@@ -57,7 +57,7 @@ async def test_only_what_is_new_goes_out(
     assert not view.fits(policy)
     await view.prepare(policy)
     assert view.fits(policy)
-    assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
+    assert [each.spec for each in view.forms] == [LARGER, ITEM]
     np.testing.assert_array_equal(view.state.tables[0].held.rows[: USER.rows], held)
     assert await ids_after(view, before) == {}
     await local.cut(changed(2, LARGER, 5, 40, 89))
@@ -66,7 +66,7 @@ async def test_only_what_is_new_goes_out(
     await view.make_release(policy, 0)
     assert await ids_after(view, before) == {0: [5, 40, 89]}
     assert (await ids_after(view, 0))[0] == [*range(40), 40, 89]
-    (table, _) = view.standing(policy).tables()
+    (table, _) = view.status(policy).tables()
     assert [table.lacking(number) for number in (before, view.position.number)] == [3, 0]
     bits = await bits_of(view)
     view = (await models.open()).view()
@@ -109,7 +109,7 @@ async def test_rows_go_out_once_there_is_room_for_them(
     assert await ids_after(view, before) == {0: [5]}
     await local.cut(changed(3, LARGER, 6, 41))
     await view.make_release(INT8, 0)
-    (table, _) = view.standing(INT8).tables()
+    (table, _) = view.status(INT8).tables()
     assert table.lacking(view.position.number) >= 3, "what there is no room for is lacking"
     await view.prepare(INT8, 0, lambda: False)  # It is larger now, and a pause keeps the rows back.
     assert table.lacking(view.position.number) >= 3
@@ -121,8 +121,8 @@ async def test_rows_go_out_once_there_is_room_for_them(
     assert await ids_after(view, before) == {0: [5, 6, 40, 41, 89]}
     held = await held_by_a_replica(view)
     (source, _) = local.model.tables
-    delivery = view.deliveries[0]
-    np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
+    form = view.forms[0]
+    np.testing.assert_array_equal(held[USER.name], form.decode(form.encode(source.rows)))
     bits = await bits_of(view)
     assert await bits_of((await models.open()).view()) == bits
 
@@ -150,7 +150,7 @@ def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
         release = await view.release(number)
         assert isinstance(release, FrozenRelease)
         for rows in live_rows(release).values():
-            held.update(zip(rows.ids.tolist(), view.deliveries[0].decode(rows.values), strict=True))
+            held.update(zip(rows.ids.tolist(), view.forms[0].decode(rows.values), strict=True))
         number = view.position.number
 
     async def scenario() -> None:
@@ -179,8 +179,8 @@ def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
         (source,) = local.model.tables
         ids = source.changed_since(0)
         assert sorted(held) == ids.tolist()
-        delivery = view.deliveries[0]
-        expected = delivery.decode(delivery.encode(source.rows_of(ids)))
+        form = view.forms[0]
+        expected = form.decode(form.encode(source.rows_of(ids)))
         np.testing.assert_array_equal(np.stack([held[row] for row in ids.tolist()]), expected)
         await local.close()
 

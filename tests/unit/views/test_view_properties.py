@@ -24,7 +24,7 @@ from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.feed import RowTotals
@@ -60,13 +60,13 @@ class PlainReplica:
     position: Position = field(default_factory=Position)
     tables: dict[str, Values] = field(default_factory=dict)
 
-    def begin(self, given: list[Delivery], *, resync: bool) -> None:
+    def begin(self, given: list[TableForm], *, resync: bool) -> None:
         names = {each.spec.name for each in given}
         self.tables = {name: rows for name, rows in self.tables.items() if name in names and not resync}
 
-    def take(self, release: FrozenRelease, given: list[Delivery], history: str) -> None:
+    def take(self, release: FrozenRelease, given: list[TableForm], history: str) -> None:
         for each in given:
-            table = each.wire_spec if each.mode is Mode.IDS else each.held_spec
+            table = each.wire_spec if each.mode is Mode.IDS else each.replica_spec
             rows = self.tables.setdefault(table.name, np.zeros((table.rows, table.dim), table.dtype))
             if (rows.shape, rows.dtype) != ((table.rows, table.dim), table.dtype):
                 self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
@@ -78,7 +78,7 @@ class PlainReplica:
         assert release.head
         self.position = Position(history, release.head.number)
 
-    def checksums(self, given: list[Delivery]) -> tuple[int, ...]:
+    def checksums(self, given: list[TableForm]) -> tuple[int, ...]:
         held = [self.tables[each.spec.name] for each in given]
         return tuple(checksum_of(np.arange(len(rows)), rows) for rows in held)
 
@@ -118,10 +118,7 @@ class Play:
     async def go_back(self, _: Any) -> None:
         """Dirty rows become what replicas hold."""
         await self._cut(
-            {
-                held.delivery.spec.name: {row: held.decoded(row) for row in held.dirty_since}
-                for held in self.plain.held
-            }
+            {held.form.spec.name: {row: held.decoded(row) for row in held.dirty_since} for held in self.plain.held}
         )
 
     async def change(self, policy: Policy) -> None:
@@ -136,8 +133,8 @@ class Play:
         await self.check_release(before, self.plain.release(self.policy, old))
 
     async def prepare(self, overdue: int) -> None:
-        followed = [self.policy.delivery_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)]
-        if followed == [each.delivery for each in self.plain.held]:
+        followed = [self.policy.form_of(t.table) for t in self.plain.tables if self.policy.follows(t.table)]
+        if followed == [each.form for each in self.plain.held]:
             return
         old, before = self._old(overdue), self.view.state.head
         await self.view.prepare(self.policy, old)
@@ -146,7 +143,7 @@ class Play:
         await self.check_release(number, expected, new, others=True)
 
     def as_it_was(self, new: list[PlainHeld]) -> bool:
-        return all(each.delivery == Delivery.unchanged(each.delivery.spec) for each in new)
+        return all(each.form == TableForm.unchanged(each.form.spec) for each in new)
 
     def _old(self, overdue: int) -> int:
         return max(0, self.plain.version - overdue) if self.policy.max_age_seconds else 0
@@ -209,10 +206,10 @@ class Play:
     async def follow(self, number: int) -> None:
         replica = self.replicas[number % REPLICAS]
         feed = self.view if self.view.tables else self.local.model
-        decision, position = feed.resume(replica.position)
+        decision, position = feed.continue_from(replica.position)
         release = await feed.release(position.number)
         assert isinstance(release, FrozenRelease)
-        given = feed.deliveries
+        given = feed.forms
         replica.begin(given, resync=not decision.yes)
         replica.take(release, given, feed.history)
         checksums = replica.checksums(given)
@@ -256,13 +253,13 @@ class Play:
         assert self.lacking(0) == from_nothing
 
     def lacking(self, number: int) -> list[int]:
-        return [table.lacking(number) for table in self.view.standing(self.policy).tables()]
+        return [table.lacking(number) for table in self.view.status(self.policy).tables()]
 
     async def check_held(self) -> None:
-        assert self.view.deliveries == [each.delivery for each in self.plain.held]
+        assert self.view.forms == [each.form for each in self.plain.held]
         for table, plain in zip(self.view.state.tables, self.plain.held, strict=True):
-            for row in range(plain.delivery.spec.rows):
-                assert table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.delivery, row)
+            for row in range(plain.form.spec.rows):
+                assert table.held.rows[row].tobytes() == plain.row(row).tobytes(), (plain.form, row)
             assert {int(row) for row in table.sent.changed_since(0)} == set(plain.rows)
             assert await self._dirty_since(table) == plain.dirty_since
         assert self.view.state.compared_version == self.plain.compared_version
@@ -290,7 +287,7 @@ class Play:
         statistics = state.newest.statistics
         check_amount(statistics.backlog, expected.left)
         for number, held in enumerate(self.plain.held):
-            backlog = state.backlog[held.delivery.spec.name]
+            backlog = state.backlog[held.form.spec.name]
             check_amount(backlog.amount, [row for row in expected.left if row.table == number])
             assert backlog.oldest_version == min(held.dirty_since.values(), default=0)
             assert np.isfinite(backlog.table_norm)

@@ -187,7 +187,7 @@ async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used
     await local.cut(changed(3, USER, 3))
     await again.make_release(INT8, 0)
     assert again.position.number <= view.position.number
-    await asyncio.to_thread(local.model.cut_log, manifest, [again])
+    await asyncio.to_thread(local.model.truncate_log, manifest, [again])
     bits = await bits_of(again)
     for _ in range(2):
         local = await models.open()
@@ -211,7 +211,7 @@ async def test_the_log_is_cut_to_what_checkpoints_do_not_have(
         positions.append(view.position)
         if seed % 2 == 0:
             manifests.append(await local.checkpoint())
-    await asyncio.to_thread(local.model.cut_log, manifests[-2], [view])
+    await asyncio.to_thread(local.model.truncate_log, manifests[-2], [view])
     kept = [record.number for record in local.log.read(IDS)]
     assert kept == [each.number for each in positions[5:]], "back to the second newest checkpoint"
     assert [record.number for record in local.log.read(HEADS)] == [each.number for each in positions[-3:]]

@@ -104,7 +104,7 @@ class Play:
         if policy.top_k is None and policy.max_bytes is None and view.state.head:
             assert view.state.compared_version == self.local.model.position.number
             for table in view.state.tables:
-                wanted = table.delivery.encode(table.source.rows)
+                wanted = table.form.encode(table.source.rows)
                 assert table.held.rows.tobytes() == wanted.tobytes()
 
     async def checkpoint(self, _: None) -> None:

@@ -29,8 +29,8 @@ async def test_releases_have_seals_that_outlive_a_restart(local: LocalModel, mod
         position.number for position in held[:-1]
     ]  # Also known: of which version each was made; here every version led to one.
     for position in held:
-        assert view.resume(position)[0].yes
-        assert not view.resume(Position(position.history, position.number, position.seal ^ 1))[0].yes
+        assert view.continue_from(position)[0].yes
+        assert not view.continue_from(Position(position.history, position.number, position.seal ^ 1))[0].yes
     later = await _release(local, view, 9)
     assert later.number == held[-1].number + 1
     assert later.seal not in {position.seal for position in held}
@@ -56,18 +56,18 @@ async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
     local = await models.open()
     view = local.view()
     for position in discarded:
-        assert not view.resume(position)[0].yes
+        assert not view.continue_from(position)[0].yes
         assert view.discards(position, Position())
     for seed in range(4, 9):
         await _release(local, view, seed)
     for position in discarded:
-        decision, start = view.resume(position)
+        decision, start = view.continue_from(position)
         assert not decision.yes
         assert start.number == 0
         assert "which is not in the service's history" in decision.reason
         assert view.discards(position, Position())
     for position in kept:
-        assert view.resume(position)[0].yes
+        assert view.continue_from(position)[0].yes
         assert not view.discards(position, Position())
 
 
@@ -76,14 +76,14 @@ async def test_a_version_from_before_the_policy_counts_by_its_seal(local: LocalM
     held = local.model.position
     view = await local.prepared_view(TOP)
     assert held.seal
-    decision, start = view.resume(held)
+    decision, start = view.continue_from(held)
     assert (decision.yes, start, start.seal) == (True, view.position, view.position.seal)
-    assert view.resume(Position(next_epoch(held.history), held.number, held.seal))[0].yes
+    assert view.continue_from(Position(next_epoch(held.history), held.number, held.seal))[0].yes
     other = Position(held.history, held.number, held.seal ^ 1)
-    assert not view.resume(other)[0].yes
+    assert not view.continue_from(other)[0].yes
     assert view.discards(other, Position())
     for seed in range(1, 4):
         await local.cut(changed(seed, USER, seed))
-    decision, start = view.resume(local.model.position)
+    decision, start = view.continue_from(local.model.position)
     assert (decision.yes, start) == (False, Position(view.history))
     assert "history" in decision.reason

@@ -13,7 +13,7 @@ from deltasync.base.errors import Damaged, InvalidInput
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.table_form import Delivery, Mode
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.log import records
@@ -159,15 +159,15 @@ def test_an_unknown_type_of_what_is_sent_and_an_unknown_mode_are_refused_with_th
     message = messages.table_to_message(USER)
     message.sent_as = 99  # type: ignore[assignment]
     with pytest.raises(InvalidInput, match="value type 99: expected one of fp32, fp16, bf16, int8"):
-        messages.delivery_from_message(message, Mode.EMBEDDINGS)
+        messages.form_from_message(message, Mode.EMBEDDINGS)
     with pytest.raises(InvalidInput, match="mode 99: expected one of embeddings, ids"):
         messages.mode_from_message(99)
 
 
 def test_what_is_sent_is_the_tables_own_type_unless_it_is_said() -> None:
     for table, own in ((USER, ValueType.FP32), (HALF, ValueType.FP16)):
-        delivery = messages.delivery_from_message(messages.table_to_message(table), Mode.EMBEDDINGS)
-        assert delivery == Delivery(table, own, Mode.EMBEDDINGS)
+        form = messages.form_from_message(messages.table_to_message(table), Mode.EMBEDDINGS)
+        assert form == TableForm(table, own, Mode.EMBEDDINGS)
     assert messages.mode_from_message(0) is Mode.EMBEDDINGS
 
 

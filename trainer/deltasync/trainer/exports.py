@@ -13,7 +13,7 @@ from torch import nn
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import listed
-from deltasync.core.export_metadata import Exported
+from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.distributed.start import begun_together
@@ -63,7 +63,7 @@ def load_export(
     path = str(file)
     with begun_together("load_export"), _reading(path):
         opened: Any = safe_open(path, "pt")
-        exported = Exported.of_metadata(path, opened.metadata())
+        exported = ExportMetadata.of_metadata(path, opened.metadata())
     position = exported.position
     with begun_together("load_export", {"version": position.number, "seal": position.seal}), _reading(path):
         _check(published_tables(model, dense=dense, fqns_to_skip=fqns_to_skip), exported, path)
@@ -99,7 +99,7 @@ def _reading(path: str) -> Iterator[None]:
         raise InvalidInput(f"{path} cannot be read: {error}") from error
 
 
-def _check(tables: Sequence[TableSpec], exported: Exported, path: str) -> None:
+def _check(tables: Sequence[TableSpec], exported: ExportMetadata, path: str) -> None:
     """Check that the file has all tables of the model.
 
     Raises:

@@ -14,7 +14,7 @@ from deltasync.base.errors import DeltasyncError
 from deltasync.base.words import are
 from deltasync.client import Endpoint
 from deltasync.client.admin import fetch_lag
-from deltasync.client.connection import Home
+from deltasync.client.connection import ForkGuard
 from deltasync.trainer.checks import check_names, check_positive, check_whole
 from deltasync.trainer.sync import DeltaSync
 from deltasync.trainer.sync_options import COUNTERS, GAUGES
@@ -131,7 +131,7 @@ class Scalars:
         self, sync: DeltaSync, callbacks: Sequence[Callback], options: ScalarOptions | None = None
     ) -> None:
         self.dropped = 0
-        self._home = Home("Scalars")
+        self._fork_guard = ForkGuard("Scalars")
         self._sync, self._options = sync, options or ScalarOptions()
         self._callbacks = {f"callback {n} ({_name(each)})": each for n, each in enumerate(callbacks, 1)}
         self._moved = threading.Condition()
@@ -152,7 +152,7 @@ class Scalars:
         Raises:
             ServiceUnavailable: this is a forked process.
         """
-        self._home.check()
+        self._fork_guard.check()
         if self.due:
             sample = _Sample.of(self._sync, numbers)
             with self._moved:
@@ -170,7 +170,7 @@ class Scalars:
 
         Waits `close_seconds` at most, and logs a callback that takes longer. Does nothing in a forked process.
         """
-        if self._home.left:
+        if self._fork_guard.left:
             return
         with self._moved:
             self._closed = True

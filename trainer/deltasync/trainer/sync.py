@@ -22,7 +22,7 @@ from deltasync.base.events import error_text
 from deltasync.base.waiting import backoff
 from deltasync.base.words import are
 from deltasync.client import Connection, Part, Position
-from deltasync.client.connection import Home
+from deltasync.client.connection import ForkGuard
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.seal import check_event_time, newest_event_time
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
@@ -61,7 +61,7 @@ class DeltaSync:
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
         check_type("DeltaSync(model, options)", "model", model, nn.Module)
         check_type("DeltaSync(model, options)", "options", options, SyncOptions)
-        self._home = Home(f"DeltaSync of model {options.model!r}")
+        self._fork_guard = ForkGuard(f"DeltaSync of model {options.model!r}")
         with begun_together("DeltaSync", options.of_all_ranks):
             self._tables = published_tables(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
         # The first rank publishes parameters and buffers that all ranks have.
@@ -152,7 +152,7 @@ class DeltaSync:
                 closed its DeltaSync.
             ServiceUnavailable: this is a forked process.
         """
-        self._home.check()
+        self._fork_guard.check()
         started = time.perf_counter()
         check_event_time(event_time_unix_ns)
         self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
@@ -183,7 +183,7 @@ class DeltaSync:
                 cut in time. No changes are lost: the next cut has them.
             ServiceUnavailable: this is a forked process.
         """
-        self._home.check()
+        self._fork_guard.check()
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._searched = False
         while not self._cut(time.time_ns(), self._wait(deadline), flush=True):
@@ -225,7 +225,7 @@ class DeltaSync:
             DeltasyncError: see `flush`; the connection is closed in any case.
         """
         try:
-            done = self._agreement.closed or self._home.left
+            done = self._agreement.closed or self._fork_guard.left
             position = self._run.position if done else self.flush(timeout_seconds)
             self._run.finish()
             return position
@@ -238,7 +238,7 @@ class DeltaSync:
         Cuts that are not sealed may be lost, and the service reports this rank as lost. Does nothing in a forked
         process.
         """
-        if self._home.left:
+        if self._fork_guard.left:
             return
         self._run.disconnect()
         self._agreement.close()
@@ -248,7 +248,7 @@ class DeltaSync:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         # After an error the ranks may be at different steps, and a flush could wait forever.
-        self.abort() if error or self._home.left else self.close()
+        self.abort() if error or self._fork_guard.left else self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state for a checkpoint. A run that loads it only publishes later changes."""
@@ -366,7 +366,7 @@ class DeltaSync:
         tracked = {table.name for table in self.tracker.tables}
         rows = {table: ids for table, ids in dict(error.changed).items() if table in tracked}
         for table, ids in rows.items():
-            self.tracker.mark_held(table, torch.from_numpy(ids))
+            self.tracker.offer_again(table, torch.from_numpy(ids))
         count = sum(map(len, rows.values()))
         logger.info(
             "%s published again: the service has newer changes than the version that this run continues",

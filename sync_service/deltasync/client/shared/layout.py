@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.position import Position
-from deltasync.core.table_form import HeldSpec
+from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
@@ -159,7 +159,7 @@ def spec_of(described: Any) -> TableSpec:
     name, rows, dim = described["name"].decode(), int(described["rows"]), int(described["dim"])
     dtype, kind = np.dtype(described["dtype"].decode()), TableKind.of_number(int(described["kind"]))
     if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
-        return HeldSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
+        return ReplicaSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
     return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
 
 

@@ -23,7 +23,7 @@ from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
-from deltasync.core.table_form import HeldSpec
+from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 
@@ -394,7 +394,7 @@ class _SharedCopy(KeyedCopy):
             each["file"], each["there"] = self._file_of(table.rows), self._file_of(table.there)
             if index is not None:
                 each["index"], each["index_slots"] = self._file_of(index.slots), len(index.slots)
-            if isinstance(spec, HeldSpec):
+            if isinstance(spec, ReplicaSpec):
                 each["value_type"], each["table_dim"] = spec.value_type.number, spec.table_dim
         return described
 

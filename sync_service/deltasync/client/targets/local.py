@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.connection import Home
+from deltasync.client.connection import ForkGuard
 from deltasync.client.targets.target import Reading, Reads, Release, TornTarget, Written
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
@@ -218,7 +218,7 @@ class Gate:
     def __init__(self) -> None:
         self._turns = Turns()
         # After a fork, no thread would release locks and turns of the parent's other threads.
-        self._home = Home("a target")
+        self._fork_guard = ForkGuard("a target")
         # Garbage collection may end an abandoned reading at any point of this thread, even while it has the lock.
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -231,7 +231,7 @@ class Gate:
             Contradiction: this thread is a writer.
             ServiceUnavailable: this process was forked since the gate was made.
         """
-        self._home.check()
+        self._fork_guard.check()
         who = threading.get_ident()
         with self._lock:
             if self._turns.writer == who:
@@ -250,7 +250,7 @@ class Gate:
             Contradiction: this thread is a reader or writer already.
             ServiceUnavailable: this process was forked since the gate was made.
         """
-        self._home.check()
+        self._fork_guard.check()
         who = threading.get_ident()
         with self._lock:
             if self._turns.inside(who):
@@ -290,7 +290,7 @@ class Gate:
             self._lock.acquire()
 
     def _leave(self, who: int) -> None:
-        if self._home.left:  # A thread that the fork has not copied may have the lock.
+        if self._fork_guard.left:  # A thread that the fork has not copied may have the lock.
             return
         with self._lock:
             self._turns.leave(who)

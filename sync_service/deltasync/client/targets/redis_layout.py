@@ -11,7 +11,7 @@ from deltasync.base.errors import Contradiction
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
-from deltasync.core.table_form import HeldSpec
+from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.tables import TableSpec
 
 FORMAT = 1
@@ -160,7 +160,7 @@ class StoredTable:
     @classmethod
     def of_spec(cls, table: TableSpec, *, mapped: bool) -> "StoredTable":
         """Describe a table of a release."""
-        tbe_bits = (table.value_type.tbe_bits or 0) if isinstance(table, HeldSpec) else 0
+        tbe_bits = (table.value_type.tbe_bits or 0) if isinstance(table, ReplicaSpec) else 0
         return cls(
             table.name, table.rows, table.dim, table.dtype.str, tbe_bits, table.kind.value, table.of, mapped
         )

@@ -78,7 +78,7 @@ class Release:
         step: the trainer's step of that version.
         step_end_unix_ns: end of that step, nanoseconds since 1970.
         resync: whether the release has all rows, or is a part of such a release. See `resets`.
-        tables: all tables that the consumer follows, changed or not, in the target's form: a `HeldSpec` if rows
+        tables: all tables that the consumer follows, changed or not, in the target's form: a `ReplicaSpec` if rows
             are sent in another type than the table's own.
         rows: the changed rows. A table may appear several times with different rows. A part of a first copy may
             repeat rows of an earlier part; the later ones count.

@@ -21,7 +21,7 @@ from deltasync.client.targets.numpy_target import Bytes, check_fit, rows_at, sta
 from deltasync.client.targets.target import BatchDigests
 from deltasync.client.targets.torch_compiled import compiled_module_of
 from deltasync.core.rows import Ids, RowBatch, Values
-from deltasync.core.table_form import HeldSpec, value_type_of
+from deltasync.core.table_form import ReplicaSpec, value_type_of
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape
 from deltasync.core.value_types import SCALE_AND_BIAS_BYTES, ValueType, of_tbe, to_tbe
 
@@ -213,8 +213,8 @@ def torch_type(table: TableSpec) -> torch.dtype:
     return torch.from_numpy(np.empty(0, table.dtype)).dtype
 
 
-def _for_tbe(table: TableSpec) -> TypeGuard[HeldSpec]:
-    return isinstance(table, HeldSpec) and table.value_type.tbe_bits is not None
+def _for_tbe(table: TableSpec) -> TypeGuard[ReplicaSpec]:
+    return isinstance(table, ReplicaSpec) and table.value_type.tbe_bits is not None
 
 
 def _form(table: TableSpec) -> str:
@@ -315,7 +315,7 @@ class QuantisedRows:
 
     def _check_shape(self) -> None:
         table, shards = self.table, self.shards
-        dim = table.table_dim if isinstance(table, HeldSpec) else table.dim
+        dim = table.table_dim if isinstance(table, ReplicaSpec) else table.dim
         if any(shard.column for shard in shards):
             raise Contradiction(
                 f"table {table.name!r}: {self.name} is sharded by column in the module, so each piece is "

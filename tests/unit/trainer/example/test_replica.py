@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.client import Position, Release, RowBatch, Shard, TableSpec, Written
 from deltasync.trainer.example.features import Features
-from deltasync.trainer.example.replica import RECENT_BATCHES, Check, HeldTarget
+from deltasync.trainer.example.replica import RECENT_BATCHES, AucCheck, HeldTarget
 
 TABLE = TableSpec("weight", 4, 2)
 
@@ -126,7 +126,7 @@ def scored(*, right: bool, seed: int) -> tuple[Features, NDArray[np.float32]]:
 
 def test_a_canary_objects_once_when_its_auc_falls_below_a_share_of_its_best() -> None:
     reasons = list[str]()
-    check = Check(reasons.append, 0.8)
+    check = AucCheck(reasons.append, 0.8)
     for number in range(2 * RECENT_BATCHES):
         check.add(*scored(right=True, seed=number))
     assert (reasons, check.objected_at) == ([], None)
@@ -140,7 +140,7 @@ def test_a_canary_objects_once_when_its_auc_falls_below_a_share_of_its_best() ->
 
 
 def test_a_canary_that_was_never_good_does_not_object() -> None:
-    check = Check(pytest.fail, 0.8)
+    check = AucCheck(pytest.fail, 0.8)
     for number in range(2 * RECENT_BATCHES):
         check.add(*scored(right=False, seed=number))
     assert check.objected_at is None

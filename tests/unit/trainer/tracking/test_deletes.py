@@ -52,10 +52,10 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
     tracker.delete("t", torch.tensor([1]))
     tracker.acknowledge(tracker.get_delta().token)
     changes = tracker.changes
-    tracker.mark_held("t", torch.tensor([1]))
+    tracker.offer_again("t", torch.tensor([1]))
     assert tracker.changes > changes
     assert ids(tracker.get_delta()) == ([], [1])
-    tracker.mark_held("t", torch.tensor([0, 1]))
+    tracker.offer_again("t", torch.tensor([0, 1]))
     assert ids(tracker.get_delta()) == ([0], [1])
 
 

@@ -210,8 +210,8 @@ def as_released(tables: Tables, policy: Policy, parameters: Collection[str] = ()
     released = {}
     for name, rows in tables.items():
         kind = TableKind.PARAMETER if name in parameters else TableKind.EMBEDDING
-        delivery = policy.delivery_of(TableSpec(name, len(rows), rows.shape[1], rows.dtype, kind))
-        released[name] = delivery.decode(delivery.encode(rows))
+        form = policy.form_of(TableSpec(name, len(rows), rows.shape[1], rows.dtype, kind))
+        released[name] = form.decode(form.encode(rows))
     return released
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.trainer.example.compare import load_arrays, replica_holdings, verdict
-from deltasync.trainer.example.demo import IN_SYNC, MODEL, DemoOptions, Run
+from deltasync.trainer.example.demo import IN_SYNC, MODEL, DemoOptions, DemoRun
 from deltasync.trainer.example.processes import DemoFailed, Processes
 from deltasync.trainer.example.replica import RECENT_BATCHES
 from deltasync.trainer.example.report import auc, unequal_of
@@ -27,7 +27,7 @@ _REFUSED = re.compile(r"run \S+ goes on from version .*|the model was rolled bac
 
 
 def play_poisoned(options: DemoOptions, folder: Path, console: Console) -> dict[str, Any]:
-    """Run the processes to the end of the stream; returns the report. `options` come from `checked`.
+    """DemoRun the processes to the end of the stream; returns the report. `options` come from `checked`.
 
     Raises:
         DemoFailed: a process failed, or the canary did not object in time.
@@ -36,7 +36,7 @@ def play_poisoned(options: DemoOptions, folder: Path, console: Console) -> dict[
     _, canary, followers = (fleet.consumer for fleet in fleets)
     rate = options.stream.events_per_second
     with Processes(folder) as processes:
-        run = Run(options, fleets, folder, console, processes)
+        run = DemoRun(options, fleets, folder, console, processes)
         run.start_service("--keep-every-seconds", str(_KEEP_SECONDS))
         run.start_others()
         run.wait_for(IN_SYNC)
@@ -68,7 +68,7 @@ def play_poisoned(options: DemoOptions, folder: Path, console: Console) -> dict[
     return facts | build_poisoned(folder, options, run.poisoned_from or 0, newest)
 
 
-def _objection(run: Run, folder: Path) -> str:
+def _objection(run: DemoRun, folder: Path) -> str:
     """Wait for the objection of the canary; returns it in words."""
     fleet = run.fleets[1]
     while True:
@@ -92,7 +92,7 @@ def _refusal(processes: Processes) -> str:
     raise DemoFailed(f"the trainer was not refused; the end of its log:\n{processes.tail('trainer')}")
 
 
-def _wait_until_scored(run: Run, folder: Path) -> None:
+def _wait_until_scored(run: DemoRun, folder: Path) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not all((folder / f"scored-{name}").exists() for name in run.replicas):
         run.lags()

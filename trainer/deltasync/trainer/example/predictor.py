@@ -146,7 +146,7 @@ def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
     return click_batch(features)
 
 
-class Replica(Protocol):
+class ReplicaState(Protocol):
     """The state of a replica, such as that of a `Subscriber`."""
 
     @property
@@ -169,7 +169,7 @@ class Replica(Protocol):
         """See `Subscriber`."""
 
 
-class Source(ABC):
+class ServedModel(ABC):
     """A model that a replica keeps fresh, and the predictor's metrics for Prometheus."""
 
     def __init__(self, *, one_process: bool = True) -> None:
@@ -193,7 +193,7 @@ class Source(ABC):
     def newest(self) -> Reading:
         """The version that is served."""
 
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica: ReplicaState) -> None:
         """Add metrics of a replica."""
 
         def age() -> float:
@@ -208,12 +208,12 @@ class Source(ABC):
             Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
 
 
-class MeteredTarget(TorchTarget, Source):
+class MeteredTarget(TorchTarget, ServedModel):
     """A target with the predictor's metrics."""
 
     def __init__(self, module: nn.Module) -> None:
         TorchTarget.__init__(self, module)
-        Source.__init__(self)
+        ServedModel.__init__(self)
         self.rows = Counter(
             "predictor_rows_applied", "Rows of releases, including deletes.", registry=self.registry
         )
@@ -222,7 +222,7 @@ class MeteredTarget(TorchTarget, Source):
         )
 
     def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
-        """See `Source`. Several threads may call this."""
+        """See `ServedModel`. Several threads may call this."""
         with self.reading() as reading:
             return outputs(cast("ClickModel", reading.module), batch), reading
 
@@ -234,7 +234,7 @@ class MeteredTarget(TorchTarget, Source):
         return written
 
 
-def predict(source: Source, ids: Mapping[str, int], body: bytes) -> Prediction:
+def predict(source: ServedModel, ids: Mapping[str, int], body: bytes) -> Prediction:
     """Answer a request with one version of the model. Several threads call this at the same time."""
     batch = batch_of(body, ids)
     with torch.inference_mode():
@@ -252,7 +252,7 @@ def predict(source: Source, ids: Mapping[str, int], body: bytes) -> Prediction:
     )
 
 
-def create_app(source: Source, replica: Replica, ids: Mapping[str, int], threads: int) -> FastAPI:
+def create_app(source: ServedModel, replica: ReplicaState, ids: Mapping[str, int], threads: int) -> FastAPI:
     """The HTTP application. Its event loop answers probes while forwards run in threads."""
     source.watch(replica)
     app = FastAPI(title="predictor")

@@ -61,7 +61,7 @@ RECENT_BATCHES = 16
 Logits = NDArray[np.float32]
 
 
-class Held:
+class DelayedTarget:
     """Makes a target apply a release only after its batches are scored, and none of a step after `last_step`.
 
     With `most_behind` a batch waits for a release that lacks at most this many of the scored batches, until the
@@ -112,7 +112,7 @@ class Held:
             self._moved.notify_all()
 
 
-class HeldTarget(Held, MeteredTarget):
+class HeldTarget(DelayedTarget, MeteredTarget):
     """A predictor's target. Each reading scores one batch."""
 
     @contextmanager
@@ -124,7 +124,7 @@ class HeldTarget(Held, MeteredTarget):
         self.count_batch()
 
 
-class HeldMirror(Held, SharedTarget):
+class HeldMirror(DelayedTarget, SharedTarget):
     """The target of a mirror, whose workers score the batches."""
 
 
@@ -239,7 +239,7 @@ class Workers(OverHttp):
         return {"logit": logits[0]}
 
 
-class Check:
+class AucCheck:
     """Raises an objection once the AUC of the last batches is below a share of its best.
 
     Attributes:
@@ -308,7 +308,7 @@ def main(
         model = quantised(model, ValueType(value_type))
     check = None
     if object_below is not None:
-        check = Check(partial(Admin(settings["service"]).object, settings["consumer"]), object_below)
+        check = AucCheck(partial(Admin(settings["service"]).object, settings["consumer"]), object_below)
     featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, NDArray[Any]]]()
     with ExitStack() as stack:
         scorer: Workers | OverHttp | InProcess

@@ -26,14 +26,14 @@ from deltasync.client.shared.torch_tensors import tensors_for
 from deltasync.client.targets.target import Reading
 from deltasync.trainer.example.model import ClickBatch, ClickModel
 from deltasync.trainer.example.options import ModelOptions, flags
-from deltasync.trainer.example.predictor import DRAIN_SECONDS, Source, create_app
+from deltasync.trainer.example.predictor import DRAIN_SECONDS, ServedModel, create_app
 
 _LOOK_SECONDS = 0.5
 # The supervisor restarts a worker that does not answer for this long, also one that still imports torch.
 _START_SECONDS = 120
 
 
-class MirroredModel(Source):
+class MirroredModel(ServedModel):
     """A model that serves from the shared memory of a mirror, without a copy of its own."""
 
     def __init__(self, reader: SharedReader, sizes: ModelOptions) -> None:
@@ -45,7 +45,7 @@ class MirroredModel(Source):
         self._known: tuple[Position, dict[str, torch.Tensor]] = (Position(), {})
 
     def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
-        """See `Source`. Only one thread may call this, because the model is bound to the version."""
+        """See `ServedModel`. Only one thread may call this, because the model is bound to the version."""
         with self._reader.reading() as reading:
             if reading.position != self._known[0]:  # Finding the tensors takes longer than a forward.
                 found = tensors_for(self._model, reading)

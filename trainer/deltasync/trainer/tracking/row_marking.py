@@ -154,7 +154,7 @@ class RowMarking:
             self._stamps.stamp(number, local)
             self.changes += 1
 
-    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+    def offer_again(self, table: str, ids: torch.Tensor) -> None:
         """Stamp rows of a table again, by global ids: deleted rows as deleted, others as changed.
 
         Raises:

@@ -156,9 +156,9 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
-    def mark_held(self, table: str, ids: torch.Tensor) -> None:
+    def offer_again(self, table: str, ids: torch.Tensor) -> None:
         """Offer rows again although they have not changed, and deleted rows as deletes. Otherwise like `mark`."""
-        self._marking.mark_held(table, ids)
+        self._marking.offer_again(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
         """Delete rows: set them and their optimizer states to zero, and offer the deletes to consumers.
