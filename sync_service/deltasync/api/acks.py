@@ -13,7 +13,7 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput
 from deltasync.base.events import EventKind
 from deltasync.base.waiting import Signal
-from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, Verification
+from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, VerificationResult
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.comparison import ComparisonStatus, TableComparison
 from deltasync.core.position import Position
@@ -259,7 +259,7 @@ def unbound(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> tuple[str, ..
 
 
 class DeliveryTimes:
-    """TableForm times of one stream, for the consumer's statistics.
+    """Delivery times of one stream, for the consumer's statistics.
 
     Attributes:
         held: the replica's version.
@@ -328,7 +328,7 @@ class ReadingAgain:
                 rows = sum(each.spec.rows for each in forms)
                 self._verification.note(max(0, rows - ack.rows_left), rows)
             else:
-                self._verification.answer(self._asked, Verification(self._version, tables))
+                self._verification.answer(self._asked, VerificationResult(self._version, tables))
 
     def _ever(self, now: TableComparison) -> TableComparison:
         """The first difference of a table since the request, else the current result."""

@@ -21,7 +21,7 @@ _BITS = 62
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerificationResult:
     """The result of reading a replica's rows again.
 
     Attributes:
@@ -34,7 +34,7 @@ class Verification:
 
 
 class ReplicaVerification:
-    """Verification requests to one replica and its answers, across its streams. Used in the event loop.
+    """VerificationResult requests to one replica and its answers, across its streams. Used in the event loop.
 
     Attributes:
         signal: wakes with each request, each progress report and each answer.
@@ -44,7 +44,7 @@ class ReplicaVerification:
     def __init__(self) -> None:
         self.signal = Signal()
         self._asked = self._answered = secrets.randbits(_BITS)
-        self._result: Verification | DeltasyncError | None = None
+        self._result: VerificationResult | DeltasyncError | None = None
         self.rows = (0, 0)
 
     def ask(self) -> int:
@@ -64,13 +64,13 @@ class ReplicaVerification:
         self.rows = (read, rows)
         self.signal.wake()
 
-    def answer(self, number: int, result: Verification | DeltasyncError) -> None:
+    def answer(self, number: int, result: VerificationResult | DeltasyncError) -> None:
         """Answer a request and all earlier ones."""
         if number > self._answered:
             self._answered, self._result = number, result
             self.signal.wake()
 
-    def answer_to(self, number: int) -> Verification | None:
+    def answer_to(self, number: int) -> VerificationResult | None:
         """The answer to a request, or None while it is unanswered.
 
         Raises:

@@ -10,7 +10,7 @@ from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.waiting import first_of
 from deltasync.base.words import counted, listed
-from deltasync.consumers.consumer import Consumer, Replica, Verification
+from deltasync.consumers.consumer import Consumer, Replica, VerificationResult
 from deltasync.consumers.pause import ITSELF, Pause
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.comparison import ComparisonStatus
@@ -220,7 +220,7 @@ _LOOK_SECONDS = 1.0
 
 async def verify_replica(
     registry: ConsumerRegistry, events: Events, draining: asyncio.Event, consumer: str, replica: str, by: str
-) -> Verification:
+) -> VerificationResult:
     """Let a replica read all its rows again and compare them with the rows sent to it.
 
     Raises:
@@ -246,7 +246,7 @@ def _connected(registry: ConsumerRegistry, consumer: str, name: str) -> Replica:
 
 async def _answer(
     registry: ConsumerRegistry, draining: asyncio.Event, replica: Replica, consumer: str
-) -> Verification:
+) -> VerificationResult:
     verification = replica.verification
     number, what = verification.ask(), f"replica {replica.name!r}: reading its rows again"
     progress: Progress | None = None
@@ -267,7 +267,7 @@ def _check_there(consumer: Consumer, replica: Replica) -> None:
         raise ServiceUnavailable(f"replica {replica.name!r} disconnected while it read its rows; try again")
 
 
-def _in_words(result: Verification) -> str:
+def _in_words(result: VerificationResult) -> str:
     others = [each for each in result.tables if each.status is not ComparisonStatus.EQUAL]
     if not others:
         return f"all rows of {counted(len(result.tables), 'table')} equal those sent"

@@ -130,7 +130,7 @@ def checked(options: DemoOptions) -> DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """DemoRun the demo and return its report. Keeps the folder of logs and results if something failed or differs."""
+    """Run the demo and return its report. Keeps the folder of logs and results if something failed or differs."""
     from deltasync.trainer.example.poison import play_poisoned
     from deltasync.trainer.example.report import all_equal, build_report
 
@@ -157,7 +157,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 def play(
     options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console, until: frozenset[str] = IN_SYNC
 ) -> None:
-    """DemoRun a service, a trainer and fleets to the end of the stream, and until the fleets are in a state `until`.
+    """Run a service, a trainer and fleets to the end of the stream, and until the fleets are in a state `until`.
 
     The processes write their results to `folder`. The last replica of the last fleet also scores with a copy that
     is frozen halfway through, or is itself frozen then. `options` come from `checked`.
@@ -356,7 +356,7 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @click.option(
     "--serve",
     type=click.Choice(["int8", "int4", "shared"]),
-    help="DemoRun predictors that answer over HTTP: from tables that TorchRec quantises to int8 or int4, or as four "
+    help="Run predictors that answer over HTTP: from tables that TorchRec quantises to int8 or int4, or as four "
     "processes from shared memory.",
 )
 @click.option(
@@ -389,7 +389,7 @@ def demo(
     plot: Path | None,
     **settings: Any,
 ) -> None:
-    """DemoRun the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
+    """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
 
     Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one that
     is frozen halfway through. At the end the demo compares every row of both replicas with the trainer's,

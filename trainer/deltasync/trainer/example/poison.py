@@ -27,7 +27,7 @@ _REFUSED = re.compile(r"run \S+ goes on from version .*|the model was rolled bac
 
 
 def play_poisoned(options: DemoOptions, folder: Path, console: Console) -> dict[str, Any]:
-    """DemoRun the processes to the end of the stream; returns the report. `options` come from `checked`.
+    """Run the processes to the end of the stream; returns the report. `options` come from `checked`.
 
     Raises:
         DemoFailed: a process failed, or the canary did not object in time.
