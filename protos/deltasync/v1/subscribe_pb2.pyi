@@ -308,7 +308,10 @@ class ReleaseChunk(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    STEP_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """step is set if the service sends on a publisher's chunk unchanged. Replicas ignore it."""
     @_builtins.property
     def rows(self) -> _tables_pb2.TableRows:
         """rows are rows of one table. In a large release, a row may come several times, for example deleted and then set again:
@@ -318,11 +321,12 @@ class ReleaseChunk(_message.Message):
     def __init__(
         self,
         *,
+        step: _builtins.int = ...,
         rows: _tables_pb2.TableRows | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

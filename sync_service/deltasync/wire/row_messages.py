@@ -56,8 +56,25 @@ def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
 
 
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
-    """Write a `SubscribeResponse` with rows of the table `slot`, which are its last bytes."""
+    """Write a `SubscribeResponse` with rows of the table `slot`, which are its last bytes.
+
+    A chunk that a publisher sent for the same slot is already one: the result is its message, without a copy.
+    """
+    if rows.encoded is not None and (published := _published(slot, rows.encoded)):
+        return published
     return b"".join(_message(_CHUNK, _message(_ROWS, _table_rows(slot, rows))))
+
+
+def _published(slot: int, encoded: memoryview) -> bytes | None:
+    """The publisher's message that consists of these rows of the table `slot`; None if there is none."""
+    message = encoded.obj
+    if not isinstance(message, bytes) or not message.startswith(bytes((_CHUNK,))):
+        return None
+    try:
+        ((sent_slot, columns),) = _received(message, publish_pb2.PartClose).rows
+    except NotAsWritten:
+        return None
+    return message if sent_slot == slot and len(columns.message) == len(encoded) else None
 
 
 def whole_message(rows: Iterable[tuple[int, RowBatch]], end: Message) -> bytes:
@@ -96,6 +113,8 @@ def encoded(rows: RowBatch) -> RowBatch:
 
 def at_end_of(message: bytes, rows: RowBatch) -> RowBatch:
     """The rows as views of a message that ends with them. This frees their other memory."""
+    if rows.encoded is not None and rows.encoded.obj is message:
+        return rows
     return _views_of(memoryview(message)[len(message) - sum(map(len, rows_pieces(rows))) :], rows)
 
 

@@ -56,6 +56,9 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     assert found_slot == slot
     arrived = columns.rows_of(slot, announced)
     release = rows.release_chunk(slot, arrived)
+    assert release is sent, "a chunk is sent on without a copy"
+    other = rows.release_chunk(slot + 1, arrived)
+    assert subscribe_pb2.SubscribeResponse.FromString(other).chunk.rows.slot == slot + 1
     sent_on = rows.read_response(release)
     assert isinstance(sent_on, rows.ReceivedRows)
     ((_, received_again),) = sent_on.rows
