@@ -50,8 +50,8 @@ class _ValueTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueType.V
     VALUE_TYPE_BOOL: _ValueType.ValueType  # 10
     """VALUE_TYPE_BOOL is a byte, 0 or 1."""
     VALUE_TYPE_INT8_TBE: _ValueType.ValueType  # 11
-    """VALUE_TYPE_INT8_TBE is the row format of FBGEMM's inference TBE: one code (uint8) for each value, then scale and bias
-    (binary16, little-endian). A value is code * scale + bias in binary32. A row of zeros is all zero bytes; FBGEMM itself
+    """VALUE_TYPE_INT8_TBE is the row format of FBGEMM's inference TBE: scale and bias (binary16, little-endian), then one
+    code (uint8) for each value. A value is code * scale + bias in binary32. A row of zeros is all zero bytes; FBGEMM itself
     writes scale 1.0 for such a row. Receivers keep rows in this format. Only in releases.
     """
     VALUE_TYPE_INT4_TBE: _ValueType.ValueType  # 12
@@ -87,8 +87,8 @@ VALUE_TYPE_UINT8: ValueType.ValueType  # 9
 VALUE_TYPE_BOOL: ValueType.ValueType  # 10
 """VALUE_TYPE_BOOL is a byte, 0 or 1."""
 VALUE_TYPE_INT8_TBE: ValueType.ValueType  # 11
-"""VALUE_TYPE_INT8_TBE is the row format of FBGEMM's inference TBE: one code (uint8) for each value, then scale and bias
-(binary16, little-endian). A value is code * scale + bias in binary32. A row of zeros is all zero bytes; FBGEMM itself
+"""VALUE_TYPE_INT8_TBE is the row format of FBGEMM's inference TBE: scale and bias (binary16, little-endian), then one
+code (uint8) for each value. A value is code * scale + bias in binary32. A row of zeros is all zero bytes; FBGEMM itself
 writes scale 1.0 for such a row. Receivers keep rows in this format. Only in releases.
 """
 VALUE_TYPE_INT4_TBE: ValueType.ValueType  # 12

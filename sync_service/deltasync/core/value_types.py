@@ -76,7 +76,7 @@ def of_tbe(rows: Bytes) -> Bytes:
     A TBE has scale 1 in a row of zeros. As sent, all bytes of that row are zero, like those of a deleted row.
     """
     like_zero = np.flatnonzero(_scale_bits(rows) == _ONE_BITS)
-    others = rows[like_zero, :-SCALE_AND_BIAS_BYTES].any(axis=1) | rows[like_zero, -2:].any(axis=1)
+    others = rows[like_zero, 2:].any(axis=1)
     _scale_bits(rows)[like_zero[~others]] = 0
     return rows
 
@@ -90,7 +90,7 @@ def to_tbe(rows: Bytes) -> Bytes:
 
 def _scale_bits(rows: Bytes) -> NDArray[np.uint16]:
     """The scales of encoded rows, as a view [n] of their bits."""
-    return rows[:, -SCALE_AND_BIAS_BYTES:-2].view("<u2")[:, 0]
+    return rows[:, :2].view("<u2")[:, 0]
 
 
 _FLAT: tuple[Literal["C"], Literal["A"]] = ("C", "A")  # Contiguous and aligned.

@@ -13,7 +13,7 @@ exceeds fp32, for which fbgemm gets an infinite scale, scale and codes are compu
 A value is decoded as `code * scale + bias` in fp64 and then rounded. This equals fbgemm's fused multiply-add,
 except in the last bit of rows whose bias is about a million times smaller than their scale.
 
-TBE: codes of 8 or 4 bits, then scale and bias of the row in fp16: see `core/value_types.py`.
+TBE: scale and bias of the row in fp16, then codes of 8 or 4 bits: see `core/value_types.py`.
 """
 
 import numpy as np
@@ -330,12 +330,11 @@ def lowest_zero(values, row):  # type: ignore[no-untyped-def]
 @called
 def zero_if_alike(encoded, at):  # type: ignore[no-untyped-def]
     """Set a row with scale 1 and bias 0 to zero bytes if its codes are 0."""
-    end = encoded.shape[1] - SCALE_AND_BIAS_BYTES_TBE
     found = _U8(0)
-    for column in range(end):
+    for column in range(SCALE_AND_BIAS_BYTES_TBE, encoded.shape[1]):
         found |= encoded[at, column]
     if found == _U8(0):
-        write_half(encoded, at, end, _U16(0))
+        write_half(encoded, at, 0, _U16(0))
 
 
 @inlined
@@ -358,9 +357,8 @@ def encode_row_tbe(bits, values, row, encoded, at):  # type: ignore[no-untyped-d
     """Encode a row into row `at`; codes 0 with scale 1 and bias 0 become zero bytes."""
     scale, bias = scale_and_bias_tbe(bits, values, row)
     write_codes(bits, values, row, of_fp16(bias), _F32(1) / of_fp16(scale), encoded, at)
-    end = encoded.shape[1]
-    write_half(encoded, at, end - 4, scale)
-    write_half(encoded, at, end - 2, bias)
+    write_half(encoded, at, 0, scale)
+    write_half(encoded, at, 2, bias)
     if scale == _U16(_ONE) and bias == _U16(0):
         zero_if_alike(encoded, at)
 
@@ -369,10 +367,7 @@ def encode_row_tbe(bits, values, row, encoded, at):  # type: ignore[no-untyped-d
 def alike_tbe(bits, values, row, held, encoded):  # type: ignore[no-untyped-def]
     """Whether encoding a row gives the bytes of `held`; `encoded` [1, width] is scratch."""
     scale, bias = scale_and_bias_tbe(bits, values, row)
-    end = held.shape[1]
-    same = bias == read_half(held, row, end - 2) and (
-        scale == read_half(held, row, end - 4) or scale == _U16(_ONE)
-    )
+    same = bias == read_half(held, row, 2) and (scale == read_half(held, row, 0) or scale == _U16(_ONE))
     if same:
         encode_row_tbe(bits, values, row, encoded, 0)
         same = not differ(encoded, 0, held, row)
@@ -382,34 +377,35 @@ def alike_tbe(bits, values, row, held, encoded):  # type: ignore[no-untyped-def]
 @in_order
 def write_codes(bits, values, row, bias, factor, encoded, at):  # type: ignore[no-untyped-def]
     """Write the codes of a row. Of two codes in a byte, the first is in the lower half."""
+    first_code = SCALE_AND_BIAS_BYTES_TBE
     if bits == 8:
         for column in range(values.shape[1]):
-            encoded[at, column] = code_of(values[row, column], bias, factor, _F32(255))
+            encoded[at, first_code + column] = code_of(values[row, column], bias, factor, _F32(255))
     else:
         for column in range(values.shape[1] // 2):
             first = code_of(values[row, 2 * column], bias, factor, _F32(15))
             second = code_of(values[row, 2 * column + 1], bias, factor, _F32(15))
-            encoded[at, column] = first | (second << _U8(4))
+            encoded[at, first_code + column] = first | (second << _U8(4))
 
 
 @in_order
 def decode_row_tbe(bits, encoded, row, values, at):  # type: ignore[no-untyped-def]
     """Decode a row into row `at`."""
-    end = encoded.shape[1]
-    scale, bias = of_fp16(read_half(encoded, row, end - 4)), of_fp16(read_half(encoded, row, end - 2))
+    scale, bias = of_fp16(read_half(encoded, row, 0)), of_fp16(read_half(encoded, row, 2))
+    first_code = SCALE_AND_BIAS_BYTES_TBE
     if bits == 8:
         for column in range(values.shape[1]):
-            values[at, column] = _F32(encoded[row, column]) * scale + bias
+            values[at, column] = _F32(encoded[row, first_code + column]) * scale + bias
     else:
         for column in range(values.shape[1] // 2):
-            pair = encoded[row, column]
+            pair = encoded[row, first_code + column]
             values[at, 2 * column] = _F32(pair & _U8(0xF)) * scale + bias
             values[at, 2 * column + 1] = _F32(pair >> _U8(4)) * scale + bias
 
 
 @kernel(void(int64, readable(float32), writable(uint8)))
 def encode_tbe(bits: int, values: Floats, encoded: Bytes) -> None:
-    """Set `encoded` [n, width] to codes of 8 or 4 bits, scales and biases of finite values [n, D]."""
+    """Set `encoded` [n, width] to scales, biases and codes of 8 or 4 bits of finite values [n, D]."""
     for row in range(values.shape[0]):
         encode_row_tbe(bits, values, row, encoded, row)
 

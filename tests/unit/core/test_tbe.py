@@ -25,15 +25,16 @@ FP32 = VALUE_TYPES[0]
 
 
 def fbgemm(values: NDArray[np.generic], bits: int) -> Bytes:
+    """Rows as fbgemm quantises them, with scale and bias first as in a TBE."""
     rows: Bytes = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
         torch.from_numpy(values.copy()), bits
     ).numpy()
-    return rows
+    return np.roll(rows, 4, axis=1)
 
 
 def fbgemm_values(rows: Bytes, bits: int) -> Floats:
     values: Floats = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(
-        torch.from_numpy(rows.copy()), bits
+        torch.from_numpy(np.roll(rows, -4, axis=1)), bits
     ).numpy()
     return values
 
@@ -48,7 +49,7 @@ def decode_tbe(rows: Bytes, bits: int) -> Floats:
 
 def largest_errors(encoded: Bytes, bits: int) -> NDArray[np.float64]:
     """An upper bound of how far each value of a row may be from what it is encoded as: [n]."""
-    scale, bias = encoded[:, -4:].copy().view("<f2").astype(np.float64).T
+    scale, bias = encoded[:, :4].copy().view("<f2").astype(np.float64).T
     bias = np.abs(bias)
     # Half a step; what rounding the minimum and the scale to fp16 leaves outside of the codes; rounding in fp32.
     steps = 2**bits - 1
@@ -91,7 +92,7 @@ def test_rows_come_back_as_fbgemm_looks_them_up(bits: int, data: st.DataObject) 
     encoded = encode_tbe(data.draw(rows_of(bits)), bits)
     theirs, ours = fbgemm_values(to_tbe(encoded.copy()), bits), decode_tbe(encoded, bits)
     np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=2e-3 * np.abs(theirs).max() / 255)
-    codes, (scale, bias) = encoded[:, :-4], encoded[:, -4:].copy().view("<f2").astype(np.float32).T[..., None]
+    codes, (scale, bias) = encoded[:, 4:], encoded[:, :4].copy().view("<f2").astype(np.float32).T[..., None]
     if bits == 4:
         codes = np.stack([codes & 0xF, codes >> 4], axis=2).reshape(len(codes), -1)
     assert ours.tobytes() == (codes.astype(np.float32) * scale + bias).tobytes()
@@ -112,7 +113,7 @@ def test_a_row_is_zero_bytes_exactly_where_fbgemm_has_it_like_zero(bits: int, da
 def test_what_a_tbe_has_is_sent_and_written_without_loss(bits: int, data: st.DataObject) -> None:
     shape = st.tuples(st.integers(1, 4), st.just(width(8, bits)))
     rows = data.draw(hnp.arrays(np.uint8, shape, elements=st.sampled_from([0, 0x3C, 0x80, 1])))
-    rows[rows[:, -4:-2].view("<u2")[:, 0] == 0, -3] = 0x3C  # fbgemm has no scale of 0.
+    rows[rows[:, :2].view("<u2")[:, 0] == 0, 1] = 0x3C  # fbgemm has no scale of 0.
     np.testing.assert_array_equal(to_tbe(of_tbe(rows.copy())), rows)
 
 

@@ -141,7 +141,7 @@ class StoredTable:
         rows: number of rows in the model. The store lacks deleted rows and rows that were never written.
         dim: number of values in a row.
         dtype: their type, in NumPy's notation.
-        tbe_bits: 8 or 4 for rows of an inference TBE: codes of this many bits, then scale and bias (fp16 each).
+        tbe_bits: 8 or 4 for rows of an inference TBE: scale and bias (fp16 each), then codes of this many bits.
             Otherwise 0.
         kind: the name of the `TableKind`.
         of: the table that a map or ranges belong to.

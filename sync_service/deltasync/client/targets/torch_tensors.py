@@ -238,7 +238,7 @@ class QuantisedRows:
 
     Attributes:
         name: the FQN of the table's weight in the module.
-        table: the table; its rows are codes, scale and bias.
+        table: the table; its rows are scale, bias and codes.
         shards: the shards with its rows, in row order.
     """
 
@@ -282,11 +282,9 @@ class QuantisedRows:
         """See `TablePlace`."""
         rows = np.empty((len(ids), self.table.dim), np.uint8)
         for shard, some in zip(self.shards, self._slices(ids), strict=True):
-            stored, sent = self._memory(shard).read(ids[some] - shard.row), rows[some]
-            first = 0 if shard.scale_last else SCALE_AND_BIAS_BYTES
-            last = sent.shape[1] - first
-            sent[:, :last], sent[:, last:] = stored[:, first:], stored[:, :first]
-            of_tbe(sent)
+            stored = self._memory(shard).read(ids[some] - shard.row)
+            rows[some] = np.roll(stored, SCALE_AND_BIAS_BYTES, axis=1) if shard.scale_last else stored
+            of_tbe(rows[some])
         return rows
 
     def _slices(self, ids: Ids) -> list[slice]:
@@ -332,12 +330,8 @@ class QuantisedRows:
 
 def _to_tbe(rows: Values, scale_last: bool) -> Bytes:
     """Convert rows [n, width] from the form on the wire to the form of a TBE."""
-    if scale_last:
-        return to_tbe(np.array(rows, np.uint8))
-    extra = SCALE_AND_BIAS_BYTES
-    stored: Bytes = np.concatenate([rows[:, -extra:], rows[:, :-extra]], axis=1)
-    to_tbe(stored[:, :extra])
-    return stored
+    stored: Bytes = to_tbe(np.array(rows, np.uint8))
+    return np.roll(stored, -SCALE_AND_BIAS_BYTES, axis=1) if scale_last else stored
 
 
 @dataclass(frozen=True, eq=False)
