@@ -163,11 +163,20 @@ def tbe_memory_of(module: nn.Module) -> list[torch.Tensor]:
 
 def outputs(module: nn.Module, device: torch.device | None = None) -> dict[str, torch.Tensor]:
     """The result of looking up each row, by table."""
+    features = each_row()
+    return by_table(module.get_submodule("sparse")(features if device is None else features.to(device)))
+
+
+def each_row() -> KeyedJaggedTensor:
+    """Features that look up each row of each table once."""
     most = max(SIZES.values())
     ids = torch.cat([torch.arange(rows) for rows in SIZES.values()])
     lengths = torch.cat([(torch.arange(most) < rows).int() for rows in SIZES.values()])
-    features = KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths)
-    found = module.get_submodule("sparse")(features if device is None else features.to(device))
+    return KeyedJaggedTensor(keys=list(SIZES), values=ids, lengths=lengths)
+
+
+def by_table(found: Any) -> dict[str, torch.Tensor]:
+    """The result of `each_row`, by table."""
     if isinstance(found, dict):
         return {name: each.values() for name, each in found.items()}
     pooled: dict[str, torch.Tensor] = found.to_dict()

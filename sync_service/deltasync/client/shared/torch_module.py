@@ -1,0 +1,140 @@
+"""A torch module that serves from shared memory without a copy, also with quantised tables.
+
+model = SharedModule(module)
+with reader.reading() as now:
+    logits = model(now, batch)
+"""
+
+import ctypes
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from deltasync.base.errors import Contradiction, DeltasyncError
+from deltasync.base.words import listed
+from deltasync.client.shared.reader import SharedReading
+from deltasync.client.targets.torch_binding import bind
+from deltasync.client.targets.torch_tensors import (
+    CastTensor,
+    QuantisedRows,
+    Tbe,
+    Tensor,
+    named_tensor,
+    torch_type,
+)
+from deltasync.core.rows import Values
+
+
+class SharedModule:
+    """A module on the CPU whose tables are those of a `SharedReading`.
+
+    During a call, the shared memory replaces its parameters and buffers. An inference TBE keeps pointing to the
+    memory of the last call, so do not call or copy the module itself. Tables that the mirror does not have keep
+    the module's own values. Only one thread at a time may call it.
+
+    Attributes:
+        module: the module.
+        names: names of the parameters, buffers and quantised tables that are in the memory; empty before the first
+            call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.names: frozenset[str] = frozenset()
+        # TBEs have only addresses, so `_tables` also keeps their memory mapped.
+        self._tables: Mapping[str, Values] | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._own = dict[tuple[Any, int], Values]()
+
+    def __call__(self, reading: SharedReading, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with the tables of a version, in the block of `reading`.
+
+        Raises:
+            Contradiction: the module has a table in another type or shape, or with managed collision: use a
+                `TorchTarget` in this process, which keeps a copy.
+        """
+        if self._tables is not reading.tables:  # Finding the tensors takes longer than a forward.
+            self._bind(reading)
+        return functional_call(self.module, self._tensors, args, kwargs)
+
+    def _bind(self, reading: SharedReading) -> None:
+        specs = {each.name: each for each in reading.specs}
+        binding, rows = bind(self.module, list(specs.values())), tensors(reading)
+        problems: dict[str, DeltasyncError | str] = {
+            name: error for name, error in binding.problems.items() if isinstance(error, Contradiction)
+        }
+        found, tbes = dict[str, torch.Tensor](), defaultdict[Tbe, dict[int, Values]](dict)
+        collections = dict[Tbe, str]()
+        for name, place in binding.places.items():
+            if isinstance(place, QuantisedRows):
+                for shard in place.shards:
+                    if shard.scale_last:
+                        problems[name] = f"{shard.tbe.name} has scale and bias at the end of its rows"
+                    collections[shard.tbe] = place.name.removesuffix(f"{shard.table}.weight")
+                    tbes[shard.tbe][shard.index] = reading.tables[name][shard.row : shard.row + shard.rows]
+            elif isinstance(place, Tensor) and not isinstance(place, CastTensor):
+                found[place.name] = rows[name].view(named_tensor(self.module, place.name).shape)
+            else:
+                problems[name] = (
+                    f"table {name!r} has type {torch_type(specs[name])}, and the module needs a copy of it"
+                )
+        if problems:
+            raise Contradiction(
+                f"the module cannot use the shared memory: {listed(map(str, problems.values()), 3)}"
+            )
+        for tbe, shared in tbes.items():
+            others = set(range(len(tbe.module.embedding_specs))) - shared.keys()
+            _point(tbe.module, shared | {index: self._own_rows(tbe, index) for index in others})
+            self._replace_weights(tbe, collections[tbe])
+        self.names = frozenset(found) | {place.name for place in binding.places.values()}
+        self._tensors, self._tables = found, reading.tables
+
+    def _own_rows(self, tbe: Tbe, index: int) -> Values:
+        """A TBE's own rows of a table that is not in the memory, without padding."""
+        from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
+
+        key = tbe.module, index
+        if key not in self._own:
+            _, _, dim, kind, _ = tbe.module.embedding_specs[index]
+            self._own[key] = tbe.view(index).numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
+        return self._own[key]
+
+    def _replace_weights(self, tbe: Tbe, collection: str) -> None:
+        """Replace a collection's views of the TBE's rows, which would keep its first memory."""
+        modules = dict(self.module.named_modules())
+        for index, (table, *_) in enumerate(tbe.module.embedding_specs):
+            owner = modules.get(f"{collection}{table}")
+            if owner is not None and hasattr(owner, "weight"):
+                owner.weight = tbe.view(index)
+
+
+def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
+    """The tables of a version as tensors [rows, dim] over the shared memory, by table name.
+
+    Valid in the block of `reading`. Writing to them ends the process, because the memory is read-only.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the arrays cannot be written.
+        return {name: torch.from_numpy(rows) for name, rows in reading.tables.items()}
+
+
+def _point(module: Any, tables: Mapping[int, Values]) -> None:
+    """Make a TBE look up rows in these arrays, by the table's index in it.
+
+    fbgemm adds a table's offset to the address of one tensor, and reads nothing else of that tensor. Here the
+    tensor begins at the first array and extends over all of them, and over what lies between.
+    """
+    begins = {index: int(rows.ctypes.data) for index, rows in tables.items()}
+    first = min(begins.values())
+    span = max(begins[index] + rows.nbytes for index, rows in tables.items()) - first
+    memory = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(first)))
+    setattr(module, "weights_host" if module.host_size else "weights_dev", memory)
+    module.row_alignment = 1  # Rows in shared memory have no padding.
+    module.weights_physical_offsets = [begins[index] - first for index in range(len(begins))]
+    module.initialize_logical_weights_placements_and_offsets()

@@ -1,0 +1,106 @@
+"""Quantised modules serve from shared memory without a copy, as if they were quantised anew."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.quantised_model import (
+    TYPES,
+    Model,
+    by_table,
+    each_row,
+    on_cpu,
+    outputs,
+    quantised,
+    sharded,
+    tbes_of,
+    whole,
+    with_other_rows,
+)
+from torch import nn
+from torchrec import KeyedJaggedTensor
+
+from deltasync.base.errors import Contradiction
+from deltasync.client import SharedReader, SharedTarget
+from deltasync.client.shared.torch_module import SharedModule
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+class Whole(nn.Module):
+    """A model whose forward looks rows up in its only collection."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sparse = model.get_submodule("sparse")
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        return self.sparse(features)
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_collection_answers_from_the_memory(
+    folder: Path, bits: int, alignment: int, sequences: bool
+) -> None:
+    trained = Model(sequences=sequences)
+    module = Whole(quantised(with_other_rows(trained), bits, alignment))
+    (tbe,) = tbes_of(module)
+    first = tbe.weights_host.untyped_storage().data_ptr()
+    shared = SharedModule(module)
+    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    for version in (1, 2, 3):  # The sides take turns.
+        trained = with_other_rows(trained)
+        target.apply(replace(whole(trained, TYPES[bits][0]), version=version, model="clicks"))
+        with reader.reading() as now, torch.inference_mode():
+            found = by_table(shared(now, each_row()))
+            views = [each[0].data_ptr() for each in tbe.split_embedding_weights_with_scale_bias(0)]
+            assert set(views[:2]) == {each.ctypes.data for each in now.tables.values()}
+            weights = [each.data_ptr() for name, each in module.named_buffers() if name.endswith(".weight")]
+            assert weights == views, "nothing keeps the module's first memory"
+            assert first not in views
+        expected = outputs(quantised(trained, bits, alignment))
+        assert found.keys() == expected.keys()
+        for name, rows in expected.items():
+            assert torch.equal(found[name], rows), name
+    target.close()
+
+
+def test_a_collection_sharded_by_row_answers_from_the_memory(folder: Path) -> None:
+    trained = Model()
+    with on_cpu():
+        module = Whole(sharded(quantised(with_other_rows(trained)), "row_wise"))
+        shared = SharedModule(module)
+        target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+        target.apply(replace(whole(trained), version=1, model="clicks"))
+        with reader.reading() as now, torch.inference_mode():
+            found = by_table(shared(now, each_row()))
+    expected = outputs(quantised(trained))
+    for name in ("user", "item"):  # Sharding has set the rows of the third table to zeros.
+        assert torch.equal(found[name], expected[name]), name
+    target.close()
+
+
+def test_what_cannot_serve_from_the_memory_is_refused(folder: Path) -> None:
+    reversed_rows = quantised(Model())
+    for tbe in tbes_of(reversed_rows):
+        tbe.reverse_qparam = True
+    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    target.apply(replace(whole(Model()), version=1, model="clicks"))
+    with reader.reading() as now:
+        with pytest.raises(Contradiction, match="has scale and bias at the end of its rows"):
+            SharedModule(reversed_rows)(now)
+        with pytest.raises(Contradiction, match="set value_type int4-tbe in the consumer's policy"):
+            SharedModule(quantised(Model(), 4))(now)
+    target.close()
