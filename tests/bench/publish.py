@@ -26,8 +26,8 @@ from deltasync.base.process import keep_freed_memory
 from deltasync.client import Part, Position, Publisher, RowBatch, TableSpec
 
 ROWS, DIM, CUTS = 1_000_000, 64, 20
-# The first rounds touch every page of tables and log for the first time.
-WARM_UP, ROUNDS = 3, 9
+# The log file grows for a dozen rounds, until it has room for the rows of three checkpoints.
+WARM_UP, ROUNDS = 12, 9
 OPTIONS = (
     click.option("--rows", type=click.IntRange(CUTS), default=ROWS, help="Rows of the table, all published."),
     click.option("--rounds", type=click.IntRange(1), default=ROUNDS, help="Rounds, in which each has a turn."),

@@ -203,7 +203,7 @@ class View:
             failure=self.failure or of_model.failure,
         )
         if self.follows:
-            return self._standing_of_kept(status, self.follows, policy)
+            return self._status_of_kept(status, self.follows, policy)
         if state.newest is None:
             return status
         return replace(
@@ -216,11 +216,11 @@ class View:
             compared=state.compared_version == self.model.position.number,
         )
 
-    def _standing_of_kept(self, status: FeedStatus, follows: Follow, policy: Policy) -> FeedStatus:
+    def _status_of_kept(self, status: FeedStatus, follows: Follow, policy: Policy) -> FeedStatus:
         """The position of a view that follows a kept version: replicas lack every row until the view is there."""
         state, arrived = self.state, self.arrived(policy)
 
-        def table_standings() -> list[TableStatus]:
+        def table_statuses() -> list[TableStatus]:
             if not arrived:
                 tables = self.model.tables.followed(policy)
                 return [TableStatus(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
@@ -233,7 +233,7 @@ class View:
             seals=(follows.kept.seal,),
             newest=f"kept {follows.kept.words}",
             newest_release=status.newest_release if arrived else 0,
-            tables=table_standings,
+            tables=table_statuses,
             version_of=partial(self._version_at, state),
             seal_of=self._maker.history.seal_of,
             seconds_since=lambda _version: max(0.0, Moment.now().after_ns(since) / 1e9),
