@@ -266,13 +266,13 @@ class Model:
         """The position for a consumer with this policy that reads the model's tables directly."""
         tables, newest = self.tables.followed(policy), self.seals.newest_version
 
-        def table_standings() -> list[TableStatus]:
+        def table_statuses() -> list[TableStatus]:
             return [table_status(each, newest, policy) for each in tables]
 
         return FeedStatus(
             history=self.history,
             seals=self.seals.frozen(),
-            tables=table_standings,
+            tables=table_statuses,
             version_of=self.version_of,
             seconds_since=partial(self.seals.succession.seconds_since, now_ns=steady_ns()),
             seal_of=partial(checksum_of, self.seals.frozen()),
