@@ -106,7 +106,7 @@ class DeltaReader:
         count = self._counts.pop(cursor.name, None)
         alone = cursor.first_values or cursor.carried
         if count is None or not NOTHING < count.cursor <= cursor.cursor or alone or not self._bounded:
-            return self.hand_out(self.read(cursor))
+            return self.read(cursor)
         rows, counts = dict[str, DeltaRows](), dict[str, torch.Tensor]()
         with ExitStack() as stack:
             with self._settled(cursor, None, stack):
@@ -124,7 +124,7 @@ class DeltaReader:
                 counts = {fqn: to_host(each) for fqn, each in counts.items()}
             arrival = self._gate.arrival()
         token = Token(cursor.name, position, {}, {}, {}, cursor)
-        return self.hand_out(LaunchedDelta(rows, counts, token, deletes, arrival))
+        return LaunchedDelta(rows, counts, token, deletes, arrival)
 
     def hand_out(self, delta: Delta) -> Delta:
         """Add a delta to the cost, and acknowledge it with `delete_on_read`. Returns the delta."""

@@ -302,7 +302,7 @@ class Tracker:
         Raises:
             NotFound: there is no such consumer.
         """
-        return self._reader.begin(self._cursors[consumer])
+        return self._reader.hand_out(self._reader.begin(self._cursors[consumer]))
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """Like `get_delta`, without values."""
