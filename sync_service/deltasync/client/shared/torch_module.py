@@ -20,14 +20,8 @@ from deltasync.base.errors import Contradiction, DeltasyncError
 from deltasync.base.words import listed
 from deltasync.client.shared.reader import SharedReading
 from deltasync.client.targets.torch_binding import bind
-from deltasync.client.targets.torch_tensors import (
-    CastTensor,
-    QuantisedRows,
-    Tbe,
-    Tensor,
-    named_tensor,
-    torch_type,
-)
+from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe
+from deltasync.client.targets.torch_tensors import CastTensor, Tensor, named_tensor, torch_type
 from deltasync.core.rows import Values
 
 

@@ -17,19 +17,15 @@ from deltasync.client.targets.torch_collision import (
     id_map_of,
 )
 from deltasync.client.targets.torch_compiled import absence
-from deltasync.client.targets.torch_tensors import (
+from deltasync.client.targets.torch_quantised import (
     TABLES_OF,
-    CastTensor,
     QuantisedRows,
     TbeShard,
-    Tensor,
-    casts,
-    plain_name,
     tables_in_tbes,
     tbe_memory,
     tbe_prefixes,
-    value_types_of,
 )
+from deltasync.client.targets.torch_tensors import CastTensor, Tensor, casts, plain_name, value_types_of
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
