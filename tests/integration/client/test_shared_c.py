@@ -251,9 +251,9 @@ def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     for shorter in (b"", content[:100], content[:-1]):
         control.write_bytes(shorter)
         assert attached() == shared_c.FOREIGN
-    texts = [functions.deltasync_text(code).decode() for code in range(-1, 14)]
+    texts = [functions.deltasync_text(code).decode() for code in range(-1, 15)]
     assert texts[0] == texts[-1] == "unknown code"
-    assert len(set(texts)) == 14
+    assert len(set(texts)) == 15
 
 
 def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, fold
             assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
         assert c.is_alive()
     assert not c.is_alive()
-    assert c.ready() == (False, "its mirror has stopped or hangs")
+    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was removed")
     c.detach()
 
 
