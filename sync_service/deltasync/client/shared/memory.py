@@ -23,10 +23,10 @@ class Mapping:
         size: its size in bytes.
     """
 
-    def __init__(self, path: Path, *, write: bool = False) -> None:
-        """Map a file, for reading only unless `write`."""
+    def __init__(self, path: str | Path, *, write: bool = False, dir_fd: int | None = None) -> None:
+        """Map a file, for reading only unless `write`. The path is relative to a folder's descriptor, if any."""
         self.fd = -1
-        self.fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        self.fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC, dir_fd=dir_fd)
         self.size = os.fstat(self.fd).st_size
         access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._memory = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED, access) if self.size else None
