@@ -67,8 +67,7 @@ def test_a_quantised_collection_answers_from_the_memory(
             found = by_table(shared(now, each_row()))
             views = [each[0].data_ptr() for each in tbe.split_embedding_weights_with_scale_bias(0)]
             assert set(views[:2]) == {each.ctypes.data for each in now.tables.values()}
-            weights = [each.data_ptr() for name, each in module.named_buffers() if name.endswith(".weight")]
-            assert weights == views, "nothing keeps the module's first memory"
+            assert not any(each.numel() for name, each in module.named_buffers() if name.endswith(".weight"))
             assert first not in views
         expected = outputs(quantised(trained, bits, alignment))
         assert found.keys() == expected.keys()

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.func import functional_call
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from deltasync.base.errors import Contradiction
 from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget, TableKind, TableSpec
-from deltasync.client.shared.torch_tensors import tensors, tensors_for
+from deltasync.client.shared.torch_module import SharedModule, tensors
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 4)
 BIAS = TableSpec("over.bias", 1, 4, kind=TableKind.PARAMETER, sizes=(4,))
@@ -62,32 +61,18 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
     trained, serving = Model(), Model()
     serving.over.weight = trained.over.weight
     target, reader = filled(folder, trained), SharedReader("m", directory=folder)
+    shared, seen = SharedModule(serving), list[int]()
+    serving.register_forward_hook(lambda module, *_: seen.append(module.over.bias.data_ptr()))
     features = KeyedJaggedTensor(["f"], torch.tensor([0, 3, 4, 4]), lengths=torch.tensor([2, 0, 2]))
-    with reader.reading() as now, torch.inference_mode():
-        found = tensors_for(serving, now)
-        assert sorted(found) == ["over.bias", "sparse.embedding_bags.user.weight"]
-        for name, table in ((USER.name, "sparse.embedding_bags.user.weight"), (BIAS.name, "over.bias")):
-            assert found[table].data_ptr() == now.tables[name].__array_interface__["data"][0]
-            assert tensors(now)[name].shape == now.tables[name].shape
-        assert torch.equal(functional_call(serving, found, (features,)), trained(features))
-    target.close()
-
-
-def test_tensors_are_found_once_for_all_versions_in_the_same_memory(folder: Path) -> None:
-    trained, serving, other = Model(), Model(), Model()
-    target, reader = filled(folder, trained), SharedReader("m", directory=folder)
-    found = list[dict[str, torch.Tensor]]()
-    for number in (2, 2, 3, 4):
+    for number in (2, 2, 3, 4):  # Number 2 comes twice: a repair has the position of the release that it repairs.
         with torch.no_grad():
             trained.over.bias.normal_()
         target.apply(release_of(trained, number))
-        with reader.reading() as now:
-            found.append(tensors_for(serving, now))
-            assert torch.equal(found[-1]["over.bias"], trained.over.bias)
-            assert tensors_for(other, now) is not found[-1]
-    assert found[0] is found[2]
-    assert found[1] is found[3]
-    assert found[0] is not found[1]
+        with reader.reading() as now, torch.inference_mode():
+            assert torch.equal(shared(now, features), trained(features))
+            assert shared.names == {"over.bias", "sparse.embedding_bags.user.weight"}
+            assert seen[-1] == now.tables[BIAS.name].ctypes.data, "nothing was copied"
+            assert tensors(now)[USER.name].data_ptr() == now.tables[USER.name].ctypes.data
     target.close()
 
 
@@ -97,5 +82,5 @@ def test_a_module_of_another_type_needs_a_copy(folder: Path) -> None:
         reader.reading() as now,
         pytest.raises(Contradiction, match=r"has type torch.float32, and the module needs a copy of it"),
     ):
-        tensors_for(Model(torch.float64), now)
+        SharedModule(Model(torch.float64))(now)
     target.close()

@@ -162,7 +162,6 @@ class Tables:
             "tables": {name: self.array(name) for name in names},
             "keyed": {name: self.keyed(name) for name in names},
             "specs": [layout.spec_of(each) for each in names.values()],
-            "bindings": weakref.WeakKeyDictionary[object, Any](),
         }
 
     def _description(self, name: str) -> Any:

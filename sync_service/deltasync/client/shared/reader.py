@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable
@@ -34,17 +34,14 @@ class SharedReading(Reading):
     """A whole version in shared memory, without a copy.
 
     Attributes:
-        tables: [rows, dim] array by name, read-only.
+        tables: [rows, dim] array by name, read-only. Later versions in the same memory have the same object.
         keyed: the same tables for lookups by raw id, or by row number without a map of raw ids.
         specs: their definitions.
-        bindings: what was derived from these arrays, by its owner, such as tensors for a module. Later versions in
-            the same arrays have it too.
     """
 
     tables: Mapping[str, Values]
     keyed: Mapping[str, KeyedRows]
     specs: Sequence[TableSpec]
-    bindings: MutableMapping[object, Any] = field(repr=False)
 
 
 class SharedReader:

@@ -7,8 +7,9 @@ with reader.reading() as now:
 
 import ctypes
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,26 @@ from deltasync.base.errors import Contradiction, DeltasyncError
 from deltasync.base.words import listed
 from deltasync.client.shared.reader import SharedReading
 from deltasync.client.targets.torch_binding import bind
-from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe
+from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe, tables_in_tbes
 from deltasync.client.targets.torch_tensors import CastTensor, Tensor, named_tensor, torch_type
 from deltasync.core.rows import Values
+
+
+@dataclass(frozen=True, eq=False)
+class _Binding:
+    """What a module uses of the tables of one side.
+
+    Attributes:
+        tables: the tables. They keep the memory mapped, because a TBE has only addresses in it.
+        tensors: tensors over them by the name of the parameter or buffer.
+        quantised: TBEs, and the rows of their tables by index.
+        names: names of all that is in the memory.
+    """
+
+    tables: Mapping[str, Values]
+    tensors: dict[str, torch.Tensor]
+    quantised: list[tuple[Any, dict[int, Values]]]
+    names: frozenset[str]
 
 
 class SharedModule:
@@ -30,7 +48,7 @@ class SharedModule:
 
     During a call, the shared memory replaces its parameters and buffers. An inference TBE keeps pointing to the
     memory of the last call, so do not call or copy the module itself. Tables that the mirror does not have keep
-    the module's own values. Only one thread at a time may call it.
+    the module's own values. Only one thread at a time may call it. Do not change the module's types or shapes.
 
     Attributes:
         module: the module.
@@ -40,11 +58,13 @@ class SharedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.names: frozenset[str] = frozenset()
-        # TBEs have only addresses, so `_tables` also keeps their memory mapped.
-        self._tables: Mapping[str, Values] | None = None
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._current: _Binding | None = None
+        self._bindings = deque[_Binding](maxlen=2)  # Of the two sides. To find one takes longer than a forward.
         self._own = dict[tuple[Any, int], Values]()
+
+    @property
+    def names(self) -> frozenset[str]:  # noqa: D102  # See the class.
+        return self._current.names if self._current else frozenset()
 
     def __call__(self, reading: SharedReading, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the tables of a version, in the block of `reading`.
@@ -53,24 +73,28 @@ class SharedModule:
             Contradiction: the module has a table in another type or shape, or with managed collision: use a
                 `TorchTarget` in this process, which keeps a copy.
         """
-        if self._tables is not reading.tables:  # Finding the tensors takes longer than a forward.
-            self._bind(reading)
-        return functional_call(self.module, self._tensors, args, kwargs)
+        if self._current is None or self._current.tables is not reading.tables:
+            known = (each for each in self._bindings if each.tables is reading.tables)
+            if (binding := next(known, None)) is None:
+                binding = self._bind(reading)
+                self._bindings.append(binding)
+            for module, rows in binding.quantised:
+                _point(module, rows)
+            self._current = binding
+        return functional_call(self.module, self._current.tensors, args, kwargs)
 
-    def _bind(self, reading: SharedReading) -> None:
+    def _bind(self, reading: SharedReading) -> "_Binding":
         specs = {each.name: each for each in reading.specs}
         binding, rows = bind(self.module, list(specs.values())), tensors(reading)
         problems: dict[str, DeltasyncError | str] = {
             name: error for name, error in binding.problems.items() if isinstance(error, Contradiction)
         }
         found, tbes = dict[str, torch.Tensor](), defaultdict[Tbe, dict[int, Values]](dict)
-        collections = dict[Tbe, str]()
         for name, place in binding.places.items():
             if isinstance(place, QuantisedRows):
                 for shard in place.shards:
                     if shard.scale_last:
                         problems[name] = f"{shard.tbe.name} has scale and bias at the end of its rows"
-                    collections[shard.tbe] = place.name.removesuffix(f"{shard.table}.weight")
                     tbes[shard.tbe][shard.index] = reading.tables[name][shard.row : shard.row + shard.rows]
             elif isinstance(place, Tensor) and not isinstance(place, CastTensor):
                 found[place.name] = rows[name].view(named_tensor(self.module, place.name).shape)
@@ -82,12 +106,21 @@ class SharedModule:
             raise Contradiction(
                 f"the module cannot use the shared memory: {listed(map(str, problems.values()), 3)}"
             )
+        quantised = list[tuple[Any, dict[int, Values]]]()
         for tbe, shared in tbes.items():
             others = set(range(len(tbe.module.embedding_specs))) - shared.keys()
-            _point(tbe.module, shared | {index: self._own_rows(tbe, index) for index in others})
-            self._replace_weights(tbe, collections[tbe])
-        self.names = frozenset(found) | {place.name for place in binding.places.values()}
-        self._tensors, self._tables = found, reading.tables
+            quantised.append((tbe.module, shared | {index: self._own_rows(tbe, index) for index in others}))
+        self._drop_views({module for module, _ in quantised})
+        names = frozenset(place.name for place in binding.places.values())
+        return _Binding(reading.tables, found, quantised, names)
+
+    def _drop_views(self, tbes: Collection[Any]) -> None:
+        """Drop the collections' views of TBEs' rows, which would keep the memory that the TBEs had at first."""
+        modules = dict(self.module.named_modules())
+        for name, shards in tables_in_tbes(self.module).items():
+            owner = modules.get(name.removesuffix(".weight"))
+            if owner is not None and hasattr(owner, "weight") and all(each.tbe.module in tbes for each in shards):
+                owner.weight = torch.empty(0, dtype=torch.uint8)
 
     def _own_rows(self, tbe: Tbe, index: int) -> Values:
         """A TBE's own rows of a table that is not in the memory, without padding."""
@@ -98,14 +131,6 @@ class SharedModule:
             _, _, dim, kind, _ = tbe.module.embedding_specs[index]
             self._own[key] = tbe.view(index).numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
         return self._own[key]
-
-    def _replace_weights(self, tbe: Tbe, collection: str) -> None:
-        """Replace a collection's views of the TBE's rows, which would keep its first memory."""
-        modules = dict(self.module.named_modules())
-        for index, (table, *_) in enumerate(tbe.module.embedding_specs):
-            owner = modules.get(f"{collection}{table}")
-            if owner is not None and hasattr(owner, "weight"):
-                owner.weight = tbe.view(index)
 
 
 def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.func import functional_call
 
 from deltasync.base.decision import Decision
 from deltasync.client import (
@@ -26,7 +25,6 @@ from deltasync.client import (
 )
 from deltasync.client.shared import layout
 from deltasync.core.tables import matrix_shape
-from deltasync.trainer.example import workers
 from deltasync.trainer.example.model import ClickBatch, ClickModel, outputs
 from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.example.predictor import batch_of
@@ -87,23 +85,23 @@ class Mirror:
 def test_a_repair_at_the_same_position_is_answered_from_its_own_side(
     folder: Path, batch: ClickBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror, used = Mirror(folder), list[dict[str, torch.Tensor]]()
+    mirror, used, forward = Mirror(folder), list[set[int]](), ClickModel.forward
     mirror.apply(1, resync=True)
     worker = MirroredModel(mirror.attach, OPTIONS)
 
-    def noted_call(model: ClickModel, tensors: dict[str, torch.Tensor], arguments: tuple[ClickBatch]) -> object:
-        used.append(tensors)
-        return functional_call(model, tensors, arguments)
+    def noted_forward(model: ClickModel, features: ClickBatch) -> object:
+        used.append({each.data_ptr() for each in model.parameters()})
+        return forward(model, features)
 
-    monkeypatch.setattr(workers, "functional_call", noted_call)
+    monkeypatch.setattr(ClickModel, "forward", noted_forward)
     for position, resync in ((1, False), (1, False), (1, True), (1, False), (2, False), (2, True)):
         mirror.apply(position, resync=resync)
         with torch.inference_mode():
             scores, reading = worker.scores(batch)
-        assert torch.equal(scores, mirror.scores(batch))
         assert isinstance(reading, SharedReading)
         pinned = {rows.__array_interface__["data"][0] for rows in reading.tables.values()}
-        assert {each.data_ptr() for each in used[-1].values()} == pinned
+        assert used[-1] == pinned
+        assert torch.equal(scores, mirror.scores(batch))
     mirror.target.close()
 
 
@@ -111,16 +109,17 @@ def test_an_answer_that_took_too_long_is_made_once_more(
     folder: Path, batch: ClickBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, during = Mirror(folder, longest_pin_seconds=0.01), [[2, 3], []]
+    forward = ClickModel.forward
     mirror.apply(1, resync=True)
     worker = MirroredModel(mirror.attach, OPTIONS)
 
-    def slow_call(*arguments: object) -> object:
+    def slow_forward(model: ClickModel, features: ClickBatch) -> object:
         """A forward during which releases come, which write over its rows."""
-        for version in during.pop(0):
+        for version in during.pop(0) if during else ():
             mirror.apply(version)
-        return functional_call(*arguments)  # type: ignore[arg-type]
+        return forward(model, features)
 
-    monkeypatch.setattr(workers, "functional_call", slow_call)
+    monkeypatch.setattr(ClickModel, "forward", slow_forward)
     with torch.inference_mode():
         scores, reading = worker.scores(batch)
         assert reading.version == 3

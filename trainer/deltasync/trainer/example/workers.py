@@ -16,14 +16,13 @@ import click
 import torch
 import uvicorn
 from fastapi import FastAPI
-from torch.func import functional_call
 from uvicorn.supervisors import Multiprocess
 
 from deltasync.base.decision import Decision
 from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.client import DeltasyncError, NotFound, Position, ServiceUnavailable, SharedReader, TornTarget
-from deltasync.client.shared.torch_tensors import tensors_for
+from deltasync.client.shared.torch_module import SharedModule
 from deltasync.client.targets.target import Reading
 from deltasync.trainer.example.model import ClickBatch, ClickModel
 from deltasync.trainer.example.options import ModelOptions, flags
@@ -42,8 +41,8 @@ class MirroredModel(ServedModel):
         super().__init__(one_process=False)
         self._attach, self._attached = attach, attach()
         # Uninitialised parameters take no memory, because nobody writes to them.
-        self._model = ClickModel(sizes, torch.device("meta")).to_empty(device="cpu").eval()
-        self._names = {name for name, _ in self._model.named_parameters()}
+        self._model = SharedModule(ClickModel(sizes, torch.device("meta")).to_empty(device="cpu").eval())
+        self._names = {name for name, _ in self._model.module.named_parameters()}
 
     @property
     def _reader(self) -> SharedReader:
@@ -62,10 +61,9 @@ class MirroredModel(ServedModel):
     def _scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
         reader = self._reader
         with reader.reading() as reading:
-            found = tensors_for(self._model, reading)
-            if lacking := self._names - found.keys():
+            _, (_, logits, _) = self._model(reading, batch)
+            if lacking := self._names - self._model.names:
                 raise NotFound(f"mirror {reader.name!r} has no table for {', '.join(sorted(lacking))}")
-            _, (_, logits, _) = functional_call(self._model, found, (batch,))
         return logits, reading
 
     def newest(self) -> Reading:
