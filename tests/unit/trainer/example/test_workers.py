@@ -18,6 +18,7 @@ from deltasync.client import (
     Release,
     RowBatch,
     SharedReader,
+    SharedReading,
     SharedTarget,
     TableKind,
     TableSpec,
@@ -83,32 +84,40 @@ class Mirror:
         return outputs(self.model, batch)
 
 
-def test_a_repair_at_the_same_position_changes_the_scores(folder: Path, batch: ClickBatch) -> None:
-    mirror = Mirror(folder)
+def test_a_repair_at_the_same_position_is_answered_from_its_own_side(
+    folder: Path, batch: ClickBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, used = Mirror(folder), list[dict[str, torch.Tensor]]()
     mirror.apply(1, resync=True)
     worker = MirroredModel(mirror.attach, OPTIONS)
-    for position in (1, 1, 1, 2, 2):
-        mirror.apply(position)
+
+    def noted_call(model: ClickModel, tensors: dict[str, torch.Tensor], arguments: tuple[ClickBatch]) -> object:
+        used.append(tensors)
+        return functional_call(model, tensors, arguments)
+
+    monkeypatch.setattr(workers, "functional_call", noted_call)
+    for position, resync in ((1, False), (1, False), (1, True), (1, False), (2, False), (2, True)):
+        mirror.apply(position, resync=resync)
         with torch.inference_mode():
             scores, reading = worker.scores(batch)
-        assert reading.version == position
         assert torch.equal(scores, mirror.scores(batch))
+        assert isinstance(reading, SharedReading)
+        pinned = {rows.__array_interface__["data"][0] for rows in reading.tables.values()}
+        assert {each.data_ptr() for each in used[-1].values()} == pinned
     mirror.target.close()
 
 
 def test_an_answer_that_took_too_long_is_made_once_more(
     folder: Path, batch: ClickBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mirror, releases = Mirror(folder, longest_pin_seconds=0.01), [2, 3]
+    mirror, during = Mirror(folder, longest_pin_seconds=0.01), [[2, 3], []]
     mirror.apply(1, resync=True)
     worker = MirroredModel(mirror.attach, OPTIONS)
 
     def slow_call(*arguments: object) -> object:
-        """A forward during which releases come that write over its rows."""
-        while releases:
-            mirror.apply(releases.pop(0))
-            if releases and releases[0] % 2 == 0:
-                break
+        """A forward during which releases come, which write over its rows."""
+        for version in during.pop(0):
+            mirror.apply(version)
         return functional_call(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(workers, "functional_call", slow_call)
@@ -116,7 +125,7 @@ def test_an_answer_that_took_too_long_is_made_once_more(
         scores, reading = worker.scores(batch)
         assert reading.version == 3
         assert torch.equal(scores, mirror.scores(batch))
-        releases += [4, 5, 6, 7]
+        during += [[4, 5], [6, 7]]
         with pytest.raises(TornTarget):
             worker.scores(batch)
     mirror.target.close()
