@@ -387,8 +387,8 @@ def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predict
     assert {product is None for _, _, _, product in found} == {True, False}
 
 
-def test_a_predictor_in_cpp_answers_what_python_does_from_a_running_mirror(
-    tmp_path: Path, predictor: Path, folder: Path
+def test_readers_of_a_running_mirror_answer_alike_and_learn_that_it_was_killed(
+    tmp_path: Path, functions: Any, predictor: Path, folder: Path
 ) -> None:
     tables = [TableSpec("user", 30, 16), TableSpec("item", 20, 16)]
     asked = [(user, item) for user in range(-1, 30, 3) for item in range(0, 24, 2)]
@@ -404,9 +404,14 @@ def test_a_predictor_in_cpp_answers_what_python_does_from_a_running_mirror(
             wait_for(lambda: python.readiness.yes)
             with killed(started(predictor, layout.folder_of("m", folder), "user", "item", 2)) as process:
                 answers, _ = process.communicate("".join(f"{user} {item}\n" for user, item in asked))
+            c = CReader(functions, layout.folder_of("m", folder))
+            wait_for(lambda: c.ready()[0] and python.readiness.yes)
     expected = {score(python, *each) for each in asked}
     assert {product is None for *_, product in expected} == {True, False}
     assert {parsed(line) for line in answers.splitlines()} == expected
+    wait_for(lambda: not c.ready()[0] and not python.readiness.yes)  # It was killed without a goodbye.
+    assert "last sign of life was" in python.readiness.reason
+    c.detach()
 
 
 def test_a_predictor_in_cpp_attaches_again_when_its_mirror_was_made_anew(predictor: Path, folder: Path) -> None:

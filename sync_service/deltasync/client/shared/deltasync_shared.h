@@ -14,6 +14,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stddef.h>
@@ -32,14 +33,11 @@
 #define DELTASYNC_API static inline
 #endif
 #ifdef __cplusplus
-#define DELTASYNC__ASSERT static_assert
 extern "C" {
-#else
-#define DELTASYNC__ASSERT _Static_assert
 #endif
-#define DELTASYNC__AT(type, field, at) DELTASYNC__ASSERT(offsetof(deltasync__##type, field) == at, #field)
-#define DELTASYNC__SIZE(type, size) DELTASYNC__ASSERT(sizeof(deltasync__##type) == size, #type)
-DELTASYNC__ASSERT(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && sizeof(size_t) == 8, "needs 64 bits");
+#define DELTASYNC__AT(type, field, at) static_assert(offsetof(deltasync__##type, field) == at, #field)
+#define DELTASYNC__SIZE(type, size) static_assert(sizeof(deltasync__##type) == size, #type)
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && sizeof(size_t) == 8, "needs 64 bits");
 /* The layout, as in `layout.py`. */
 #define DELTASYNC_MAGIC "DELTASHM"
 #define DELTASYNC_VERSION 1
