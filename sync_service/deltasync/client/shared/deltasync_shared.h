@@ -47,9 +47,9 @@ DELTASYNC__ASSERT(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && sizeof(size_t) ==
 #define DELTASYNC_MOST_READERS 1024
 typedef struct {
     char magic[8];
-    uint32_t layout, header_bytes, side_bytes, most_tables, most_readers, unused1[9];
+    uint32_t layout, unused1[13];
     uint64_t served;
-    int64_t alive_unix_ns;
+    int64_t alive_ns;
     uint64_t state_sequence, ready, next_file, unused2[3];
     char model[512], consumer[512], reason[1024], unused3[1920];
 } deltasync__header;
@@ -79,7 +79,7 @@ typedef struct {
     uint64_t pid, unused[4];
 } deltasync__entry;
 DELTASYNC__SIZE(header, 4096); DELTASYNC__AT(header, layout, 8); DELTASYNC__AT(header, served, 64);
-DELTASYNC__AT(header, alive_unix_ns, 72); DELTASYNC__AT(header, state_sequence, 80);
+DELTASYNC__AT(header, alive_ns, 72); DELTASYNC__AT(header, state_sequence, 80);
 DELTASYNC__AT(header, ready, 88); DELTASYNC__AT(header, model, 128); DELTASYNC__AT(header, reason, 1152);
 DELTASYNC__SIZE(side, 1024); DELTASYNC__AT(side, tables, 8); DELTASYNC__AT(side, version, 16);
 DELTASYNC__AT(side, version.step, 24); DELTASYNC__AT(side, number, 48); DELTASYNC__AT(side, history, 64);
@@ -131,9 +131,9 @@ DELTASYNC_API const char *deltasync_text(int code) {
     return code >= 0 && (size_t)code < sizeof texts / sizeof *texts ? texts[code] : "unknown code";
 }
 static inline uint64_t deltasync__load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-static inline int64_t deltasync__now(void) {
+static inline int64_t deltasync__now(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
+    clock_gettime(clock, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 /* Wait a little before another attempt; 0 after a second. */
@@ -317,13 +317,14 @@ DELTASYNC_API int deltasync_lookup_keys(deltasync_reader *reader, const char *na
 /* Seconds since the newest event of a version, or else since the end of its step; -1 if both are unknown. */
 DELTASYNC_API double deltasync_age_seconds(const deltasync_version *version) {
     int64_t since = version->event_time_unix_ns ? version->event_time_unix_ns : version->step_end_unix_ns;
-    int64_t age = deltasync__now() - since;
+    int64_t age = deltasync__now(CLOCK_REALTIME) - since;
     return !since ? -1.0 : age < 0 ? 0.0 : (double)age / 1e9;
 }
 /* Whether the mirror runs: it says so every second. */
 DELTASYNC_API int deltasync_is_alive(const deltasync_reader *reader) {
-    int64_t alive = __atomic_load_n(&reader->header->alive_unix_ns, __ATOMIC_ACQUIRE);
-    return alive && deltasync__now() - alive <= (int64_t)5000000000;
+    int64_t alive = __atomic_load_n(&reader->header->alive_ns, __ATOMIC_ACQUIRE);
+    int64_t ago = deltasync__now(CLOCK_BOOTTIME) - alive;
+    return alive && ago >= 0 && ago <= (int64_t)5000000000;
 }
 /* Whether the replica behind the mirror is ready. `reason` gets why, cut to `bytes`. */
 DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reason, size_t bytes) {
@@ -340,7 +341,7 @@ DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reaso
     return is_ready;
 }
 static inline int deltasync__enter(const deltasync_reader *reader, uint64_t side) {
-    deltasync__entry entry = {side, reader->pins, deltasync__now(), (uint64_t)reader->pid, {0}};
+    deltasync__entry entry = {side, reader->pins, deltasync__now(CLOCK_REALTIME), (uint64_t)reader->pid, {0}};
     return pwrite(reader->readers, &entry, sizeof entry, (off_t)(reader->entry * sizeof entry)) == sizeof entry;
 }
 /* Own an entry in `readers`. A lock on the byte of its number ends with the process. */

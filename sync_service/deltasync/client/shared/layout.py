@@ -3,6 +3,7 @@
 A mirror NAME is a folder `DIRECTORY/deltasync-NAME` with these files. All numbers are little-endian and aligned.
 
 control     the header, and a description of each of the two sides with its tables. Only the mirror writes it.
+writer      empty; the mirror locks it
 readers     one entry for each thread that reads a whole version. Readers write it.
 HEX         an array of a table on one side: its rows, the mask of existing rows, or its index of raw ids
 
@@ -31,24 +32,22 @@ from deltasync.core.value_types import ValueType
 
 MAGIC = b"DELTASHM"
 VERSION = 1
-CONTROL, READERS = "control", "readers"
+CONTROL, WRITER, READERS = "control", "writer", "readers"
 
 # Bytes of the header, and of each side with its tables.
 HEADER_BYTES = 4096
 MOST_TABLES = 1024
 NAME_BYTES = 512
 
+# The mirror writes `alive_ns` about every second, by CLOCK_BOOTTIME, which all containers of a host share. It is 0
+# once the mirror has stopped.
 HEADER = np.dtype(
     {
         "names": [
             "magic",
             "layout",
-            "header_bytes",
-            "side_bytes",
-            "most_tables",
-            "most_readers",
             "served",
-            "alive_unix_ns",
+            "alive_ns",
             "state_sequence",
             "ready",
             "next_file",
@@ -59,10 +58,6 @@ HEADER = np.dtype(
         "formats": [
             "S8",
             "<u4",
-            "<u4",
-            "<u4",
-            "<u4",
-            "<u4",
             "<u8",
             "<i8",
             "<u8",
@@ -72,7 +67,7 @@ HEADER = np.dtype(
             "S512",
             "S1024",
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 64, 72, 80, 88, 96, 128, 640, 1152],
+        "offsets": [0, 8, 64, 72, 80, 88, 96, 128, 640, 1152],
         "itemsize": HEADER_BYTES,
     }
 )
@@ -121,6 +116,7 @@ TABLE = np.dtype(
         "itemsize": 1152,
     }
 )
+FILES = "file", "there", "index"  # The fields of TABLE that name files.
 SIDE_BYTES = SIDE.itemsize + MOST_TABLES * TABLE.itemsize
 CONTROL_BYTES = HEADER_BYTES + 2 * SIDE_BYTES
 

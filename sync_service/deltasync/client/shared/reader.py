@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput, LimitReached, NotFound, ServiceUnavailable
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping as Mapped
+from deltasync.client.shared.memory import MappedFile as Mapped
 from deltasync.client.shared.memory import lock_byte, side_of
 from deltasync.client.targets.keyed_table import KeyedRows, KeySlots, checked_keys
 from deltasync.client.targets.keyed_target import RowNumbers
@@ -102,8 +104,10 @@ class SharedReader:
             fence()
             if sequence % 2 == 0 and sequence == int(self._header["state_sequence"][0]):
                 break
-        alive = int(self._header["alive_unix_ns"][0])
-        if alive and (ago := (time.time_ns() - alive) / 1e9) > _ALIVE_SECONDS:
+        alive = int(self._header["alive_ns"][0])
+        if (ago := (steady_ns() - alive) / 1e9) < 0:  # It wrote before the host was started.
+            return Decision(False, "its mirror has stopped")
+        if alive and ago > _ALIVE_SECONDS:
             return Decision(
                 False, f"its mirror has stopped or hangs: its last sign of life was {duration(ago)} ago"
             )
@@ -305,19 +309,20 @@ class _Pin:
     def __init__(self, path: Path) -> None:
         self.pid = os.getpid()
         try:
-            self._file = Mapped(path, write=True)  # For its descriptor only.
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._fd)
         except OSError as error:
             raise ServiceUnavailable(
                 f"{path} cannot be written ({error.strerror}), which reading a whole version needs: use lookups, "
                 "or mount it writable"
             ) from error
         for number in range(layout.MOST_READERS):
-            if lock_byte(self._file.fd, number):
+            if lock_byte(self._fd, number):
                 break
         else:
             raise LimitReached(f"{layout.MOST_READERS} threads read whole versions of this mirror already")
         self._offset = number * layout.READER.itemsize
-        before = os.pread(self._file.fd, layout.READER.itemsize, self._offset)
+        before = os.pread(self._fd, layout.READER.itemsize, self._offset)
         self._entry = np.zeros(1, layout.READER)
         if len(before) == layout.READER.itemsize:  # Else somebody has made the file shorter.
             self._entry["pins"] = np.frombuffer(before, layout.READER)["pins"]
@@ -337,4 +342,4 @@ class _Pin:
 
     def _write(self, side: int) -> None:
         self._entry["side"] = side
-        os.pwrite(self._file.fd, self._entry.tobytes(), self._offset)
+        os.pwrite(self._fd, self._entry.tobytes(), self._offset)
