@@ -378,6 +378,20 @@ def test_a_mirror_that_starts_is_not_ready_although_the_one_before_was(folder: P
     target.close()
 
 
+def test_the_sign_of_life_is_of_a_clock_that_nobody_sets(folder: Path) -> None:
+    before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.note_readiness(Decision(True, "it has caught up"))
+    control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, layout.HEADER, shape=(1,))
+    assert before <= control["alive_ns"][0] <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    reader = SharedReader("m", directory=folder)
+    assert reader.readiness.yes
+    for seconds in (-3600, 3600):  # The later time is of before the host was started again.
+        control["alive_ns"] = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + seconds * 10**9
+        assert "its mirror has stopped" in reader.readiness.reason
+    target.close()
+
+
 def test_a_closed_target_writes_nothing(folder: Path) -> None:
     target = SharedTarget("m", CONSUMER, directory=folder)
     target.apply(release_of(1, 1.0, resync=True))
