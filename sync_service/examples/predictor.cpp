@@ -5,7 +5,7 @@
 //     printf '%s\n' '3 14' '3 159' | ./predictor NAME user item 4
 //
 // Each line of input is a raw id of the first table and one of the second one. The answer has both, the version that
-// answers, and the dot product of their rows, or `missing`. Answers come in any order.
+// answers, and the dot product of their rows, `missing`, or `late`. Answers come in any order.
 #include "deltasync_shared.h"
 
 #include <cinttypes>
@@ -61,11 +61,13 @@ void check(int code) {
     std::_Exit(1);
 }
 
-// The answer from one whole version, without copying rows. If the mirror had to write over it, answer again.
+// Attempts at an answer.
+constexpr int most_tries = 2;
+
+// The answer from one whole version, without copying rows. If the mirror had to write over it, it is not used.
 std::string answer(deltasync_reader *reader, const char *users, const char *items, Request request) {
     char text[128];
-    int released = DELTASYNC_TORN;
-    while (released == DELTASYNC_TORN) {
+    for (int tries = 0; tries < most_tries; tries++) {
         deltasync_version version;
         deltasync_table user, item;
         check(deltasync_pin(reader));
@@ -91,8 +93,11 @@ std::string answer(deltasync_reader *reader, const char *users, const char *item
                               version.version, static_cast<double>(score));
             }
         }
-        released = deltasync_release(reader);
+        int released = deltasync_release(reader);
+        if (released == DELTASYNC_OK) return text;
+        if (released != DELTASYNC_TORN) check(released);
     }
+    std::snprintf(text, sizeof text, "%" PRId64 " %" PRId64 " 0 late", request.user, request.item);
     return text;
 }
 
@@ -111,6 +116,11 @@ int main(int count, char **arguments) {
             deltasync_reader *reader;
             check(deltasync_attach(&reader, arguments[1]));
             while (std::optional<Request> request = requests.take()) {
+                deltasync_reader *next;
+                if (deltasync_is_removed(reader) && deltasync_attach(&next, arguments[1]) == DELTASYNC_OK) {
+                    deltasync_detach(reader);
+                    reader = next;
+                }
                 std::string text = answer(reader, arguments[2], arguments[3], *request);
                 std::lock_guard<std::mutex> guard(output);
                 std::cout << text << std::endl;

@@ -16,9 +16,8 @@ from deltasync.core.rows import Ids
 FOLDER = Path(layout.__file__).parent
 EXAMPLE = Path(__file__).parents[2] / "sync_service/examples/predictor.cpp"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
-OK, NO_MIRROR, FOREIGN, LAYOUT, SYSTEM, NO_RELEASE, NO_TABLE, ROW_BYTES, NEGATIVE, BUSY, TORN, READERS, PINNED = (
-    range(13)
-)
+OK, NO_MIRROR, FOREIGN, LAYOUT, SYSTEM, NO_RELEASE, NO_TABLE, ROW_BYTES, NEGATIVE, BUSY, TORN = range(11)
+READERS, PINNED, REMOVED = range(11, 14)
 
 
 def compiled(made: Path, source: Path, *options: str, language: str = "c++", standard: str = "c++17") -> Path:
@@ -127,6 +126,9 @@ class CReader:
 
     def is_alive(self) -> bool:
         return bool(self.functions.deltasync_is_alive(self._reader))
+
+    def is_removed(self) -> bool:
+        return bool(self.functions.deltasync_is_removed(self._reader))
 
     def age(self, version: Version) -> float:
         return float(self.functions.deltasync_age_seconds(ctypes.byref(version)))

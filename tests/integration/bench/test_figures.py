@@ -245,12 +245,14 @@ def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> 
 def test_workers_over_a_mirror_are_measured_with_rows_that_change(tmp_path: Path) -> None:
     sizes = ("--rows", "20000", "--dim", "64", "--rounds", "2", "--seconds", "0.3", "--workers", "2")
     figures, said = measured(tmp_path, "shared", *sizes)
-    for name in ("lookup_ratio", "unchanged_ratio", "p99_ratio", "apply_ratio", "private_apply_ratio"):
+    ratios = "lookup_ratio", "unchanged_ratio", "p99_ratio", "apply_ratio", "private_apply_ratio", "keyed_ratio"
+    for name in ratios:
         assert_has_range(figures, name)
     assert figures["changed_rows_per_second"] > 0
     assert 1 < figures["memory_ratio"] < figures["workers"], "another worker has more memory, but no copy"
     assert figures["copies_ratio"] > 2, "two sides"
     assert figures["private_ratio"] > 2, "a copy for each of two workers"
+    assert min(figures["reading_us"], figures["reading_100_us"]) > 0
     assert "copies with both sides" in said
 
 

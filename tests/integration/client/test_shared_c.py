@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -17,9 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import shared_c
+from tests.support.deployments import COMMAND
+from tests.support.fleet import Trainer
+from tests.support.forked_child import answers_in_a_fork
 from tests.support.keyed_model import CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
 from tests.support.programs import killed
+from tests.support.server import RunningService
 from tests.support.shared_c import CReader, compiled
+from tests.support.shared_memory import header, pins, release_of
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
@@ -80,15 +86,6 @@ def holder(made: Path) -> Path:
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)
-
-
-def release_of(version: int, table: TableSpec = USER, **changed: Any) -> Release:
-    """A release that sets all values of a table to its version."""
-    rows = RowBatch(
-        Shard.whole(table), np.arange(table.rows), np.full((table.rows, table.dim), version, table.dtype)
-    )
-    release = Release(Position("h", version, version), version, version, version == 1, [table], [rows])
-    return replace(release, version=version, model="clicks", **changed)
 
 
 def pair_of(version: int) -> Release:
@@ -218,6 +215,55 @@ def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) ->
         c.detach()
 
 
+def test_a_pinned_table_stays_as_it_is_while_the_mirror_has_a_larger_one(functions: Any, folder: Path) -> None:
+    larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
+    with mirror(folder, longest_pin_seconds=600.0) as target:
+        target.apply(release_of(1))
+        c, other = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
+        assert c.pin() == shared_c.OK
+        applying = threading.Thread(target=target.apply, args=(release_of(2, larger),))
+        applying.start()
+        wait_for(lambda: other.version().version == 2)
+        assert c.find(USER.name)[1].rows == ROWS
+        assert c.rows(USER.name, IDS, 8)[2] == 1
+        assert c.release() == shared_c.OK
+        applying.join()
+        assert c.find(USER.name)[1].rows == 3 * ROWS
+        check_equal(c, other, [larger])
+        c.detach()
+
+
+def test_no_reader_reads_another_mirror_that_replaces_its_own(functions: Any, folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    with mirror(folder) as target:
+        target.apply(release_of(1, USER, ITEM))
+        c, pinning = CReader(functions, path), CReader(functions, path)
+        assert c.rows(USER.name, IDS, 8)[2] == 1
+        assert not c.is_removed()
+    shutil.rmtree(path)
+    with mirror(folder) as target:
+        target.apply(release_of(99, USER, ITEM, resync=True))
+        assert c.is_removed()
+        assert c.rows(ITEM.name, IDS, 8)[0] == c.find(ITEM.name)[0] == pinning.pin() == shared_c.REMOVED
+        assert c.rows(USER.name, IDS, 8)[0::2] == (shared_c.OK, 1), "what it has mapped stays"
+        again = CReader(functions, path)
+        assert again.rows(ITEM.name, IDS, ITEM.dim * ITEM.dtype.itemsize)[0::2] == (shared_c.OK, 99)
+        header(folder)["ready"] = 1
+        assert again.ready()[0]
+        assert not c.ready()[0]
+
+
+def test_a_forked_process_releases_no_pin_of_its_parent(functions: Any, folder: Path) -> None:
+    with mirror(folder) as target:
+        target.apply(release_of(1))
+        c = CReader(functions, layout.folder_of("m", folder))
+        assert c.pin() == shared_c.OK
+        assert answers_in_a_fork(lambda: {"code": c.release()}) == {"code": shared_c.PINNED}
+        assert pins(folder) == [0]
+        assert c.release() == shared_c.OK
+        c.detach()
+
+
 def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     def attached() -> int:
         return int(CReader(functions, path).attached)
@@ -251,9 +297,9 @@ def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     for shorter in (b"", content[:100], content[:-1]):
         control.write_bytes(shorter)
         assert attached() == shared_c.FOREIGN
-    texts = [functions.deltasync_text(code).decode() for code in range(-1, 14)]
+    texts = [functions.deltasync_text(code).decode() for code in range(-1, 15)]
     assert texts[0] == texts[-1] == "unknown code"
-    assert len(set(texts)) == 14
+    assert len(set(texts)) == 15
 
 
 def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
@@ -264,7 +310,7 @@ def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, fold
             assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
         assert c.is_alive()
     assert not c.is_alive()
-    assert c.ready() == (False, "its mirror has stopped or hangs")
+    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was removed")
     c.detach()
 
 
@@ -339,6 +385,60 @@ def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predict
     assert found <= expected
     assert len({version for _, _, version, _ in found}) > 1
     assert {product is None for _, _, _, product in found} == {True, False}
+
+
+def test_readers_of_a_running_mirror_answer_alike_and_learn_that_it_was_killed(
+    tmp_path: Path, functions: Any, predictor: Path, folder: Path
+) -> None:
+    tables = [TableSpec("user", 30, 16), TableSpec("item", 20, 16)]
+    asked = [(user, item) for user in range(-1, 30, 3) for item in range(0, 24, 2)]
+    command = [*COMMAND, "mirror", "m", "--consumer", CONSUMER, "--directory", str(folder)]
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc, tables) as trainer:
+        trainer.publish_all()
+        for each in tables:  # Whole numbers, whose sum is exact in any order.
+            trainer.rows[each.name][:] = np.arange(each.rows * 16).reshape(-1, 16) % 7
+        trainer.publish_some({})
+        with killed(subprocess.Popen([*command, "--service", service.grpc])):
+            wait_for(lambda: (layout.folder_of("m", folder) / layout.CONTROL).exists())
+            python = SharedReader("m", directory=folder)
+            wait_for(lambda: python.readiness.yes)
+            with killed(started(predictor, layout.folder_of("m", folder), "user", "item", 2)) as process:
+                answers, _ = process.communicate("".join(f"{user} {item}\n" for user, item in asked))
+            c = CReader(functions, layout.folder_of("m", folder))
+            wait_for(lambda: c.ready()[0] and python.readiness.yes)
+    expected = {score(python, *each) for each in asked}
+    assert {product is None for *_, product in expected} == {True, False}
+    assert {parsed(line) for line in answers.splitlines()} == expected
+    wait_for(lambda: not c.ready()[0] and not python.readiness.yes)  # It was killed without a goodbye.
+    assert "last sign of life was" in python.readiness.reason
+    c.detach()
+
+
+def test_a_predictor_in_cpp_attaches_again_when_its_mirror_was_made_anew(predictor: Path, folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    with mirror(folder) as target:
+        target.apply(pair_of(1))
+        keys = np.arange(1000)
+        user = keys[SharedReader("m", directory=folder).lookup_keys("user", keys)[1]][0]
+        process = started(predictor, path, "user", "item", 1)
+    with killed(process):
+        questions, answers = process.stdin, process.stdout
+        assert questions
+        assert answers
+
+        def asked() -> str:
+            questions.write(f"{user} 0\n")
+            questions.flush()
+            return answers.readline()
+
+        assert parsed(asked())[2] == 1
+        shutil.rmtree(path)
+        assert parsed(asked())[2] == 1, "the version that it has, until there is another mirror"
+        with mirror(folder) as target:
+            target.apply(replace(pair_of(7), resync=True))
+            expected = score(SharedReader("m", directory=folder), user, 0)
+            assert expected[2] == 7
+            assert parsed(asked()) == expected
 
 
 def test_a_reader_in_cpp_that_holds_a_version_for_too_long_learns_it(holder: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from tests.support.programs import ROOT
 
 from deltasync.client import Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client.shared import layout
 from deltasync.client.shared.target import SharedTarget
 from deltasync.core.rows import Ids
 
@@ -62,12 +64,18 @@ BACKEND = SimpleNamespace(
 )
 
 
-def instance(channel: Connection, parameters: dict[str, str]) -> None:
-    """A process that serves batches of requests, each of users and items, until it is told None."""
-    sys.modules["triton_python_backend_utils"] = BACKEND  # type: ignore[assignment]
+def model_of(parameters: dict[str, str]) -> Any:
+    """The example's model, initialised."""
     model = runpy.run_path(str(FOLDER / "1/model.py"))["TritonPythonModel"]()
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     model.initialize({"model_config": json.dumps(config), "model_instance_kind": "CPU"})
+    return model
+
+
+def instance(channel: Connection, parameters: dict[str, str]) -> None:
+    """A process that serves batches of requests, each of users and items, until it is told None."""
+    sys.modules["triton_python_backend_utils"] = BACKEND  # type: ignore[assignment]
+    model = model_of(parameters)
     while (batch := channel.recv()) is not None:
         requests = [[Tensor("USER", users), Tensor("ITEM", items)] for users, items in batch]
         responses = model.execute(requests)
@@ -153,6 +161,47 @@ def test_all_instances_answer_from_the_memory_of_one_mirror(folder: Path) -> Non
         for answer in instances.answers([missing, uneven]):
             assert answer[0]["SCORE"].tolist() == [0.0]
             assert answer[1] == ("invalid", "USER has 2 ids and ITEM 1, expected the same number")
+
+
+def test_instances_attach_again_when_their_mirror_was_made_anew(folder: Path) -> None:
+    batch = [(np.array([3]), np.array([4]))]
+    target = SharedTarget("clicks", "predictors", directory=folder)
+    target.apply(release_of(1))
+    with Instances(2, {"mirror": "clicks", "tables": "user item", "directory": str(folder)}) as instances:
+        assert [answer[0]["VERSION"] for answer in instances.answers(batch)] == [1, 1]
+        target.close()
+        shutil.rmtree(layout.folder_of("clicks", folder))
+        for answer in instances.answers(batch):
+            assert answer[0][0] == "unavailable"
+            assert "no mirror 'clicks'" in answer[0][1]
+        target = SharedTarget("clicks", "predictors", directory=folder)
+        target.apply(replace(release_of(7), resync=True))
+        assert [answer[0]["VERSION"] for answer in instances.answers(batch)] == [7, 7]
+    target.close()
+
+
+def test_an_answer_that_took_too_long_is_made_once_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
+    target = SharedTarget("clicks", "predictors", directory=folder, longest_pin_seconds=0.01)
+    target.apply(release_of(1))
+    model = model_of({"mirror": "clicks", "tables": "user item", "directory": str(folder)})
+    plain_answer, during = model._answer, [[2, 3], [], [4, 5], [6, 7]]
+
+    def slow_answer(now: Any, request: Any) -> Any:
+        """An answer during which releases come, which write over its rows."""
+        for version in during.pop(0):
+            target.apply(release_of(version))
+        return plain_answer(now, request)
+
+    monkeypatch.setattr(model, "_answer", slow_answer)
+    request = [Tensor("USER", np.array([3])), Tensor("ITEM", np.array([4]))]
+    (response,) = model.execute([request])
+    assert [each.array for each in response.output_tensors if each.name == "VERSION"] == [3]
+    (response,) = model.execute([request])
+    assert response.error.code == "unavailable"
+    assert "wrote over the rows" in str(response.error)
+    assert during == []
+    target.close()
 
 
 def test_its_configuration_names_what_the_model_reads() -> None:

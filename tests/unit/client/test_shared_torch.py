@@ -39,20 +39,23 @@ def folder() -> Iterator[Path]:
 
 def filled(folder: Path, model: Model) -> SharedTarget:
     target = SharedTarget("m", "predictors", directory=folder)
+    target.apply(release_of(model, 1))
+    return target
+
+
+def release_of(model: Model, number: int) -> Release:
     user = model.sparse.embedding_bags["user"].weight.detach().numpy()
     bias = model.over.bias.detach().numpy()[None]
-    release = Release(
-        position=Position("h", 1, 1),
-        step=1,
-        step_end_unix_ns=1,
-        resync=True,
+    return Release(
+        position=Position("h", number, number),
+        step=number,
+        step_end_unix_ns=number,
+        resync=number == 1,
         tables=[USER, BIAS],
         rows=[RowBatch.of_table(USER, np.arange(5), user), RowBatch.of_table(BIAS, [0], bias)],
-        version=1,
+        version=number,
         model="clicks",
     )
-    target.apply(release)
-    return target
 
 
 def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
@@ -67,6 +70,24 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
             assert found[table].data_ptr() == now.tables[name].__array_interface__["data"][0]
             assert tensors(now)[name].shape == now.tables[name].shape
         assert torch.equal(functional_call(serving, found, (features,)), trained(features))
+    target.close()
+
+
+def test_tensors_are_found_once_for_all_versions_in_the_same_memory(folder: Path) -> None:
+    trained, serving, other = Model(), Model(), Model()
+    target, reader = filled(folder, trained), SharedReader("m", directory=folder)
+    found = list[dict[str, torch.Tensor]]()
+    for number in (2, 2, 3, 4):
+        with torch.no_grad():
+            trained.over.bias.normal_()
+        target.apply(release_of(trained, number))
+        with reader.reading() as now:
+            found.append(tensors_for(serving, now))
+            assert torch.equal(found[-1]["over.bias"], trained.over.bias)
+            assert tensors_for(other, now) is not found[-1]
+    assert found[0] is found[2]
+    assert found[1] is found[3]
+    assert found[0] is not found[1]
     target.close()
 
 

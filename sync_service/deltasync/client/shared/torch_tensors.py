@@ -29,7 +29,8 @@ def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
 def tensors_for(module: nn.Module, reading: SharedReading) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module, for `torch.func.functional_call`, over the shared memory.
 
-    Tables that the module does not have are left out.
+    Tables that the module does not have are left out. The tensors are found once for the arrays of a side, and not
+    again for each version. So do not change the module's types and shapes later.
 
     Args:
         module: a module with parameters and buffers of the types of the tables, on the CPU.
@@ -42,6 +43,13 @@ def tensors_for(module: nn.Module, reading: SharedReading) -> dict[str, torch.Te
         Contradiction: the module has a table in another type or shape, quantised, or with managed collision: use a
             `TorchTarget` in this process, which keeps a copy.
     """
+    if module not in reading.bindings:
+        reading.bindings[module] = _tensors_for(module, reading)
+    found: dict[str, torch.Tensor] = reading.bindings[module]
+    return found
+
+
+def _tensors_for(module: nn.Module, reading: SharedReading) -> dict[str, torch.Tensor]:
     specs = {each.name: each for each in reading.specs}
     binding, rows = bind(module, list(specs.values())), tensors(reading)
     found = dict[str, torch.Tensor]()

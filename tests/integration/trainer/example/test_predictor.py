@@ -24,6 +24,7 @@ from tests.support.ports import free_port
 from tests.support.process import environment
 from tests.support.programs import killed
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 
 from deltasync.client import (
     Part,
@@ -156,6 +157,11 @@ class Predictor:
         found: dict[str, Any] = answer.json()
         return found
 
+    def children(self) -> set[int]:
+        """The processes that it has started."""
+        pid = self.process.pid
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
     def await_that(self, path: str, true: Callable[[httpx.Response], bool]) -> httpx.Response:
         """Ask until the answer is right."""
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -205,6 +211,23 @@ def test_every_answer_is_that_of_one_version_while_releases_come(
     assert {1, version} <= {answer["version"] for answer in found}, "releases came in between"
     for answer in found:
         assert torch.equal(torch.tensor(answer["scores"], dtype=torch.float32), expected[answer["version"]])
+
+
+def test_a_killed_worker_is_started_again(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish()
+    with workers(service, "predictors") as asked:
+        asked.await_that("/ready", lambda answer: answer.status_code == 200)
+        dead, before = asked.predict()["worker"], asked.children()
+        os.kill(dead, signal.SIGKILL)
+        (new,) = wait_for(lambda: asked.children() - before)
+        for each in before - {dead}:
+            os.kill(each, signal.SIGSTOP)  # So that only the new one can answer.
+        try:
+            asked.await_that("/livez", lambda answer: answer.status_code == 200)
+            assert asked.predict()["worker"] == new
+        finally:
+            for each in before - {dead}:
+                os.kill(each, signal.SIGCONT)
 
 
 def _until(

@@ -3,12 +3,13 @@
 deltasync mirror clicks --consumer predictors
 python -m deltasync.trainer.example.workers clicks --workers 4
 
-The workers share one socket. Each answers like `predictor`, by itself.
+The workers share one socket. Each answers like `predictor`, by itself. One that ends is started again.
 """
 
 import contextlib
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 
 import click
@@ -21,7 +22,7 @@ from uvicorn.supervisors import Multiprocess
 from deltasync.base.decision import Decision
 from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
-from deltasync.client import NotFound, Position, ServiceUnavailable, SharedReader
+from deltasync.client import DeltasyncError, NotFound, Position, ServiceUnavailable, SharedReader, TornTarget
 from deltasync.client.shared.torch_tensors import tensors_for
 from deltasync.client.targets.target import Reading
 from deltasync.trainer.example.model import ClickBatch, ClickModel
@@ -36,23 +37,35 @@ _START_SECONDS = 120
 class MirroredModel(ServedModel):
     """A model that serves from the shared memory of a mirror, without a copy of its own."""
 
-    def __init__(self, reader: SharedReader, sizes: ModelOptions) -> None:
+    def __init__(self, attach: Callable[[], SharedReader], sizes: ModelOptions) -> None:
+        """Serve from the mirror to which `attach` attaches, also when its folder was removed and made anew."""
         super().__init__(one_process=False)
-        self._reader = reader
+        self._attach, self._attached = attach, attach()
         # Uninitialised parameters take no memory, because nobody writes to them.
         self._model = ClickModel(sizes, torch.device("meta")).to_empty(device="cpu").eval()
         self._names = {name for name, _ in self._model.named_parameters()}
-        self._known: tuple[Position, dict[str, torch.Tensor]] = (Position(), {})
+
+    @property
+    def _reader(self) -> SharedReader:
+        if self._attached.is_removed:
+            with contextlib.suppress(DeltasyncError):  # There may be no new one yet.
+                self._attached = self._attach()
+        return self._attached
 
     def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
-        """See `ServedModel`. Only one thread may call this, because the model is bound to the version."""
-        with self._reader.reading() as reading:
-            if reading.position != self._known[0]:  # Finding the tensors takes longer than a forward.
-                found = tensors_for(self._model, reading)
-                if lacking := self._names - found.keys():
-                    raise NotFound(f"mirror {self._reader.name!r} has no table for {', '.join(sorted(lacking))}")
-                self._known = reading.position, found
-            _, (_, logits, _) = functional_call(self._model, self._known[1], (batch,))
+        """See `ServedModel`. Only one thread may call this, because a call replaces the model's tensors."""
+        try:
+            return self._scores(batch)
+        except TornTarget:  # It took longer than the mirror's limit, perhaps because the machine was busy.
+            return self._scores(batch)
+
+    def _scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
+        reader = self._reader
+        with reader.reading() as reading:
+            found = tensors_for(self._model, reading)
+            if lacking := self._names - found.keys():
+                raise NotFound(f"mirror {reader.name!r} has no table for {', '.join(sorted(lacking))}")
+            _, (_, logits, _) = functional_call(self._model, found, (batch,))
         return logits, reading
 
     def newest(self) -> Reading:
@@ -90,7 +103,7 @@ def application(mirror: str, sizes: ModelOptions) -> FastAPI:
     """The application of a worker process."""
     log_to_stderr()
     torch.set_num_threads(1)
-    model = MirroredModel(SharedReader(mirror), sizes)
+    model = MirroredModel(partial(SharedReader, mirror), sizes)
     return create_app(model, model, sizes.ids, threads=1)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,25 @@ class TritonPythonModel:
         }
         self._users, self._items = parameters["tables"].split()
         directory = {"directory": parameters["directory"]} if "directory" in parameters else {}
-        self._reader = SharedReader(parameters["mirror"], **directory)
+        self._attach = partial(SharedReader, parameters["mirror"], **directory)
+        self._reader = self._attach()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests, all from one version."""
-        while True:
+        try:
+            if self._reader.is_removed:
+                self._reader = self._attach()
             try:
-                with self._reader.reading() as now:
-                    return [self._answer(now, request) for request in requests]
-            except TornTarget:
-                continue  # The mirror wrote over the rows, because this took longer than its limit.
-            except DeltasyncError as error:
-                refused = pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE)
-                return [pb_utils.InferenceResponse(error=refused) for _ in requests]
+                return self._answers(requests)
+            except TornTarget:  # It took longer than the mirror's limit, perhaps because the machine was busy.
+                return self._answers(requests)
+        except DeltasyncError as error:
+            refused = pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE)
+            return [pb_utils.InferenceResponse(error=refused) for _ in requests]
+
+    def _answers(self, requests: Sequence[Any]) -> list[Any]:
+        with self._reader.reading() as now:
+            return [self._answer(now, request) for request in requests]
 
     def _answer(self, now: SharedReading, request: Any) -> Any:
         users, items = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("USER", "ITEM"))

@@ -1,0 +1,188 @@
+"""The files of a mirror as a reader maps them: its folder, its two sides, and their tables."""
+
+import math
+import os
+import weakref
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.base.errors import NotFound, ServiceUnavailable, StorageFailed
+from deltasync.base.words import listed
+from deltasync.client.shared import layout
+from deltasync.client.shared.memory import MappedFile, side_of
+from deltasync.client.targets.keyed_table import KeyedRows, KeySlots
+from deltasync.client.targets.keyed_target import RowNumbers
+from deltasync.client.targets.target import TornTarget
+from deltasync.core.rows import Values
+from deltasync.kernels.fences import fence
+
+REMOVED = "the folder of its mirror was removed: attach again when there is a new one"
+_NO_VERSION = partial(ServiceUnavailable, "the mirror has no version yet")
+
+
+class Folder:
+    """The folder of a mirror. Another one that replaces it is not read, because its files have the same names.
+
+    Attributes:
+        path: its path.
+        fd: its descriptor.
+        control: the file `control`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        self._inode = self._inode_of_control()
+        self.control = MappedFile(layout.CONTROL, dir_fd=self.fd)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the folder or its file `control` was removed or replaced."""
+        try:
+            return self._inode_of_control() != self._inode
+        except FileNotFoundError:
+            return True
+
+    def _inode_of_control(self) -> int:
+        return os.stat(layout.CONTROL, dir_fd=self.fd).st_ino
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable if it was removed. A file that was opened before is not of another mirror."""
+        if self.is_removed:
+            raise ServiceUnavailable(REMOVED)
+
+
+class Side:
+    """One side, as far as this process has mapped its arrays."""
+
+    def __init__(self, folder: Folder, number: int) -> None:
+        self.number = number
+        self._shown, self._descriptions = side_of(folder.control, number)
+        self._known = -1, Tables(folder)  # The tables at a sequence number.
+
+    def begin(self) -> int | None:
+        """The sequence number before reading; None while the side is written.
+
+        Raises:
+            ServiceUnavailable: a first copy is arriving.
+        """
+        sequence = int(self._shown["sequence"][0])
+        fence()
+        if sequence % 2 and not self.version:
+            raise _NO_VERSION()
+        return None if sequence % 2 else sequence
+
+    def is_changed_since(self, sequence: int) -> bool:
+        """Whether the side was written since."""
+        fence()
+        return int(self._shown["sequence"][0]) != sequence
+
+    def check(self, sequence: int, cause: Exception | None = None) -> None:
+        """Raise TornTarget if the side was written since."""
+        if self.is_changed_since(sequence):
+            raise TornTarget(
+                "the mirror wrote over the rows, because they were read for longer than its limit: do not use "
+                "them, and read less at once, or increase the limit of the mirror"
+            ) from cause
+
+    @property
+    def version(self) -> int:
+        """The version of its rows."""
+        return int(self._shown["version"][0])
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `Reading`."""
+        if not self.version:
+            raise _NO_VERSION()
+        return layout.reading_of(self._shown)
+
+    def tables(self, sequence: int) -> "Tables":
+        """Its tables at a sequence number. Most versions have those of the version before."""
+        # Without a lock, which a forked process could get locked. Two threads may both do the work.
+        at, known = self._known
+        if at != sequence:
+            if not self.version:
+                raise _NO_VERSION()
+            described = self._descriptions[: int(self._shown["tables"][0])].tobytes()
+            if described != known.described:
+                known = Tables(known.folder, described, known)
+            self._known = sequence, known
+        return known
+
+
+class Tables:
+    """Tables with equal descriptions, mapped when they are read first.
+
+    Attributes:
+        folder: their folder.
+        described: their descriptions.
+        mapped: the files that this process has read.
+    """
+
+    def __init__(self, folder: Folder, described: bytes = b"", before: "Tables | None" = None) -> None:
+        """Describe the tables, and keep the files that they have in common with those `before`."""
+        self.folder, self.described = folder, described
+        tables = np.frombuffer(described, layout.TABLE)
+        self._descriptions: dict[str, Any] = {each["name"].decode(): each for each in tables}
+        files = {int(each[kind]) for each in tables for kind in ("file", "there", "index")}
+        mapped = before.mapped.copy() if before else {}  # Other threads may add to it meanwhile.
+        self.mapped: dict[int, MappedFile] = {file: memory for file, memory in mapped.items() if file in files}
+        self._arrays, self._keyed = dict[str, Values](), dict[str, KeyedRows]()
+
+    def array(self, name: str) -> Values:
+        """The rows of a table."""
+        if (rows := self._arrays.get(name)) is None:
+            each = self._description(name)
+            shape = int(each["rows"]), int(each["dim"])
+            rows = self._arrays[name] = self._array(each["file"], each["dtype"].decode(), shape)
+        return rows
+
+    def keyed(self, name: str) -> KeyedRows:
+        """A table for lookups by key."""
+        if (keyed := self._keyed.get(name)) is None:
+            each, rows = self._description(name), self.array(name)
+            if slots := int(each["index_slots"]):
+                keyed = KeyedRows(KeySlots(self._array(each["index"], np.int64, (slots, 2))), rows)
+            else:
+                keyed = KeyedRows(RowNumbers(self._array(each["there"], np.bool_, (len(rows),))), rows)
+            self._keyed[name] = keyed
+        return keyed
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `SharedReading` that `Reading` lacks."""
+        names = self._descriptions
+        return {
+            "tables": {name: self.array(name) for name in names},
+            "keyed": {name: self.keyed(name) for name in names},
+            "specs": [layout.spec_of(each) for each in names.values()],
+            "bindings": weakref.WeakKeyDictionary[object, Any](),
+        }
+
+    def _description(self, name: str) -> Any:
+        if name not in self._descriptions:
+            raise NotFound(f"no table {name!r}", detail=f"; tables: {listed(self._descriptions) or 'none'}")
+        return self._descriptions[name]
+
+    def _array(self, file: Any, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        number, needed = int(file), math.prod(shape) * np.dtype(dtype).itemsize
+        name = layout.file_name(number)
+        try:
+            if (mapped := self.mapped.get(number)) is None:
+                mapped = MappedFile(name, dir_fd=self.folder.fd)
+                self.folder.check()
+                self.mapped[number] = mapped
+            if mapped.size < max(1, needed):
+                raise ValueError(f"it has {mapped.size} bytes, its table needs {needed}")
+        except (OSError, ValueError) as error:
+            self.folder.check()
+            raise StorageFailed(
+                f"{self.folder.path / name} cannot be used ({error}): if it is damaged, stop the mirror, remove "
+                "its folder, start the mirror, and attach again"
+            ) from error
+        return mapped.array(dtype, shape)
