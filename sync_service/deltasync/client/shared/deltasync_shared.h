@@ -72,9 +72,7 @@ typedef struct {
     char unused2[56];
 } deltasync__table;
 typedef struct {
-    uint64_t side, pins;
-    int64_t since_unix_ns;
-    uint64_t pid, unused[4];
+    uint64_t side, pid, unused[6];
 } deltasync__entry;
 DELTASYNC__SIZE(header, 4096); DELTASYNC__AT(header, layout, 8); DELTASYNC__AT(header, served, 64);
 DELTASYNC__AT(header, alive_ns, 72); DELTASYNC__AT(header, state_sequence, 80);
@@ -84,7 +82,7 @@ DELTASYNC__AT(side, version.step, 24); DELTASYNC__AT(side, number, 48); DELTASYN
 DELTASYNC__SIZE(table, 1152); DELTASYNC__AT(table, kind, 1024); DELTASYNC__AT(table, dtype, 1032);
 DELTASYNC__AT(table, dim, 1040); DELTASYNC__AT(table, rows, 1048); DELTASYNC__AT(table, file, 1056);
 DELTASYNC__AT(table, index_slots, 1080); DELTASYNC__AT(table, value_type, 1088);
-DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, pins, 8); DELTASYNC__AT(entry, pid, 24);
+DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, side, 0); DELTASYNC__AT(entry, pid, 8);
 #define DELTASYNC__SIDE_BYTES (sizeof(deltasync__side) + DELTASYNC_MOST_TABLES * sizeof(deltasync__table))
 #define DELTASYNC__CONTROL_BYTES (sizeof(deltasync__header) + 2 * DELTASYNC__SIDE_BYTES)
 enum { DELTASYNC_OK, DELTASYNC_NO_MIRROR, DELTASYNC_FOREIGN, DELTASYNC_LAYOUT, DELTASYNC_SYSTEM,
@@ -114,7 +112,7 @@ typedef struct {
     uint64_t counts[2], known[2];
     int readers; /* the file, in which this reader owns an entry; -1 before the first pin */
     pid_t pid; /* of the process that owns the entry */
-    uint64_t entry, pins, pinned, sequence; /* `pinned` is 0, or 1 + the side that is pinned at `sequence` */
+    uint64_t entry, pinned, sequence; /* `pinned` is 0, or 1 + the side that is pinned at `sequence` */
 } deltasync_reader;
 /* A sentence about a code. DELTASYNC_SYSTEM leaves the reason in errno. */
 DELTASYNC_API const char *deltasync_text(int code) {
@@ -344,12 +342,11 @@ DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reaso
     return is_ready;
 }
 static inline int deltasync__enter(const deltasync_reader *reader, uint64_t side) {
-    deltasync__entry entry = {side, reader->pins, deltasync__now(CLOCK_REALTIME), (uint64_t)reader->pid, {0}};
+    deltasync__entry entry = {side, (uint64_t)reader->pid, {0}};
     return pwrite(reader->readers, &entry, sizeof entry, (off_t)(reader->entry * sizeof entry)) == sizeof entry;
 }
 /* Own an entry in `readers`. A lock on the byte of its number ends with the process. */
 static inline int deltasync__own(deltasync_reader *reader) {
-    deltasync__entry before;
     struct flock lock;
     if (reader->pid == getpid()) return DELTASYNC_OK; /* A forked process needs an entry of its own. */
     if (reader->readers >= 0) close(reader->readers);
@@ -360,8 +357,6 @@ static inline int deltasync__own(deltasync_reader *reader) {
     while (fcntl(reader->readers, F_OFD_SETLK, &lock))
         if (++lock.l_start == DELTASYNC_MOST_READERS) return DELTASYNC_READERS;
     reader->entry = (uint64_t)lock.l_start, reader->pid = getpid();
-    ssize_t found = pread(reader->readers, &before, sizeof before, lock.l_start * (off_t)sizeof before);
-    reader->pins = found == sizeof before ? before.pins : 0;
     return DELTASYNC_OK;
 }
 /* Release the pinned version, after use. If this returns DELTASYNC_TORN, do not use what you calculated from the
@@ -380,8 +375,7 @@ DELTASYNC_API int deltasync_pin(deltasync_reader *reader) {
     if (code) return code;
     for (int tries = 0; !reader->pinned && !code; tries++) {
         uint64_t side = deltasync__load(&reader->header->served) & 1;
-        reader->pins++; /* The mirror must not see the new pin with the number of an old one. */
-        if (!deltasync__enter(reader, 0) || !deltasync__enter(reader, side + 1)) return DELTASYNC_SYSTEM;
+        if (!deltasync__enter(reader, side + 1)) return DELTASYNC_SYSTEM;
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         int is_served = deltasync__load(&reader->header->served) == side; /* Only a served side is whole. */
         reader->sequence = deltasync__load(&reader->sides[side]->sequence);

@@ -13,7 +13,7 @@ that side, the rows, and the sequence number again. If it is odd or has changed,
 
 To use a whole version for longer, pin its side with an entry in `readers`, and then read `served` again. The
 mirror waits before it writes a pinned side, but no longer than its limit. So compare the sequence number after
-use as well.
+use as well. After the limit the mirror ignores the entry until it has seen it without a pin.
 
 The header has the next file number, because no number is used twice. An array's file never changes its size. If a
 file is missing, the side has changed meanwhile. Every reader may change `readers`, also its size: do not map it.
@@ -121,12 +121,12 @@ SIDE_BYTES = SIDE.itemsize + MOST_TABLES * TABLE.itemsize
 CONTROL_BYTES = HEADER_BYTES + 2 * SIDE_BYTES
 
 # A thread owns an entry while it has a lock on its byte in `readers`: an open file description lock, which ends
-# with the process. `side` is 0, or 1 + the pinned side; `pins` counts the pins of this entry; `pid` is for people.
+# with the process. `side` is 0, or 1 + the pinned side; `pid` is for people.
 READER = np.dtype(
     {
-        "names": ["side", "pins", "since_unix_ns", "pid"],
-        "formats": ["<u8", "<u8", "<i8", "<u8"],
-        "offsets": [0, 8, 16, 24],
+        "names": ["side", "pid"],
+        "formats": ["<u8", "<u8"],
+        "offsets": [0, 8],
         "itemsize": 64,
     }
 )
