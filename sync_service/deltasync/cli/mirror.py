@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from deltasync.base.process import raise_descriptor_limit
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.output import say
@@ -34,9 +35,9 @@ _LOOK_SECONDS = 0.5
     "--readable-by",
     type=click.Choice(["owner", "group", "all"]),
     default="group",
-    help="Who may read it besides this user. Nobody else can write.",
+    help="Who may read it besides this user. Nobody else can write rows.",
 )
-@click.option("--huge-pages", is_flag=True, help="Ask the system for huge pages.")
+@click.option("--huge-pages", is_flag=True, help="Ask for huge pages, which a tmpfs with huge=advise has.")
 @click.option(
     "--longest-pin",
     type=click.FloatRange(0),
@@ -61,8 +62,9 @@ def mirror(
     It is one replica, until Ctrl-C or SIGTERM. Other processes read the memory with
     deltasync.client.SharedReader(NAME), or in C with deltasync_shared.h. The memory has two sides, so it takes
     twice the tables. After the command has ended, readers go on with the last version; started again, it continues
-    from there. To free the memory, remove the folder deltasync-NAME in --directory.
+    from there. To free the memory, remove the folder deltasync-NAME in --directory, and end its readers.
     """
+    raise_descriptor_limit()  # The memory of each array has a descriptor.
     target = SharedTarget(
         name,
         consumer,

@@ -1,5 +1,6 @@
 """`deltasync mirror` fills shared memory from a real service, and other processes read it."""
 
+import resource
 import signal
 import subprocess
 import tempfile
@@ -33,8 +34,10 @@ def rows(reader: SharedReader) -> dict[str, bytes]:
         return {name: some.tobytes() for name, some in now.tables.items()}
 
 
-def started(service: RunningService, folder: Path, *options: str) -> "subprocess.Popen[str]":
-    command = [*COMMAND, "mirror", "m", "--consumer", "predictors", "--directory", str(folder), *options]
+def started(
+    service: RunningService, folder: Path, *options: str, before: tuple[str, ...] = ()
+) -> "subprocess.Popen[str]":
+    command = [*before, *COMMAND, "mirror", "m", "--consumer", "predictors", "--directory", str(folder), *options]
     return subprocess.Popen([*command, "--service", service.grpc], text=True, stderr=subprocess.PIPE)
 
 
@@ -110,6 +113,31 @@ def test_a_mirror_that_is_stopped_says_goodbye_and_one_that_cannot_go_on_says_wh
         assert (version, values.tobytes()) == (1, trainer.expected()[ITEM.name])
         with pytest.raises(DeltasyncError, match="no table 'nothing'"):
             reader.lookup("nothing", np.arange(1))
+
+
+def test_a_mirror_starts_with_another_model_in_its_memory_and_refuses_to_go_on(
+    tmp_path: Path, folder: Path
+) -> None:
+    target = SharedTarget("m", "predictors", directory=folder)
+    rows = RowBatch.of_table(USER, np.arange(USER.rows), np.ones((USER.rows, USER.dim), np.float32))
+    target.apply(Release(Position("h", 7, 7), 7, 7, True, [USER], [rows], version=7, model="views"))
+    target.close()
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        process = started(service, folder)
+        assert "has model 'views', the consumer's is 'clicks'" in process.communicate(timeout=60)[1]
+        assert process.returncode == 1
+    assert SharedReader("m", directory=folder).version().version == 7
+
+
+def test_a_mirror_may_open_a_file_for_each_array_whatever_the_shell_allows(tmp_path: Path, folder: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        RunningService(tmp_path / "data") as service,
+        killed(started(service, folder, before=("prlimit", f"--nofile=256:{hard}"))) as process,
+    ):
+        wait_for(lambda: (folder / "deltasync-m" / "control").exists())
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def read_on(folder: Path, stop: Event, pipe: Connection) -> None:

@@ -14,7 +14,6 @@ from deltasync.client.targets.keyed_table import KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedTarget
 from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release
-from deltasync.core.rows import Ids
 from deltasync.core.tables import FREE_ID
 
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
@@ -63,13 +62,13 @@ def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch
     table = dataclasses.replace(USER, rows=1000)
     id_map = dataclasses.replace(RAW_IDS, rows=1000)
     copy, made = KeyedCopy(), list[int]()
-    fill = KeyIndex._fill
+    make_slots = KeyIndex._make_slots
 
-    def record(index: KeyIndex, held: tuple[Ids, Ids], more: int) -> None:
-        made.append(more)
-        fill(index, held, more)
+    def record(index: KeyIndex, keys: int) -> None:
+        made.append(keys)
+        make_slots(index, keys)
 
-    monkeypatch.setattr(KeyIndex, "_fill", record)
+    monkeypatch.setattr(KeyIndex, "_make_slots", record)
     whole = {1: frozenset({USER.name, RAW_IDS.name}), 7: frozenset({RAW_IDS.name}), 8: frozenset({USER.name})}
     for version in range(1, 12):
         ids = np.arange(1000 if version in whole else 90 * version)

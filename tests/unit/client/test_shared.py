@@ -1,8 +1,13 @@
 """Tables in shared memory: one target writes them, readers in this and other processes read them."""
 
+import fcntl
+import gc
 import os
+import resource
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing import get_context
@@ -13,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.small_memory import forked
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec, TornTarget
 from deltasync.client.shared import layout
+from deltasync.client.shared.memory import lock_byte
 from deltasync.client.shared.reader import SharedReader
 from deltasync.client.shared.target import SharedTarget
 from deltasync.client.targets.checksums import TargetChecksums
@@ -275,9 +282,8 @@ def test_tables_grow_come_and_go_and_leave_no_file(folder: Path) -> None:
     assert reader.lookup(ITEM.name, np.arange(ROWS))[0].min() == 3.0
     with pytest.raises(NotFound, match=f"no table '{USER.name}'"):
         reader.lookup(USER.name, np.arange(1))
-    target.apply(release_of(4, 4.0, table=ITEM))
     arrays = [each.name for each in layout.folder_of("m", folder).iterdir()]
-    assert len(arrays) == 2 + 4, "rows and masks of one table on two sides, control and readers"
+    assert len(arrays) == 3 + 4, "control, writer and readers, and rows and masks of one table on two sides"
     target.close()
 
 
@@ -341,11 +347,249 @@ def test_too_little_memory_is_told_before_anything_is_written(
     target.close()
 
 
-@pytest.mark.parametrize(("readable_by", "mode"), [("owner", 0o600), ("group", 0o640), ("all", 0o644)])
-def test_only_those_who_may_can_read_and_nobody_can_write(folder: Path, readable_by: str, mode: int) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder, readable_by=readable_by)
+MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o640, 0o660), "all": (0o755, 0o644, 0o666)}
+
+
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("then", MODES)
+def test_only_those_who_may_can_read_and_nobody_can_write_rows(folder: Path, first: str, then: str) -> None:
+    for version, readable_by in enumerate((first, then), 1):
+        target = SharedTarget("m", CONSUMER, directory=folder, readable_by=readable_by)
+        target.apply(release_of(version, float(version), resync=True))
+        path, (mode, of_file, of_readers) = layout.folder_of("m", folder), MODES[readable_by]
+        modes = {each.name: each.stat().st_mode & 0o777 for each in path.iterdir()}
+        assert path.stat().st_mode & 0o777 == mode
+        assert modes.pop(layout.READERS) == of_readers
+        assert modes.pop(layout.WRITER) == 0o600
+        assert set(modes.values()) == {of_file}
+        target.close()
+
+
+def test_a_mirror_that_starts_is_not_ready_although_the_one_before_was(folder: Path) -> None:
+    def die() -> None:
+        target = SharedTarget("m", CONSUMER, directory=folder)
+        target.apply(release_of(1, 1.0, resync=True))
+        target.note_readiness(Decision(True, "it has caught up"))
+
+    assert forked(die) == 0
+    reader = SharedReader("m", directory=folder)
+    assert reader.readiness.yes
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    assert reader.readiness == Decision(False, "its mirror has just started")
+    target.close()
+
+
+def test_the_sign_of_life_is_of_a_clock_that_nobody_sets(folder: Path) -> None:
+    before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.note_readiness(Decision(True, "it has caught up"))
+    control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, layout.HEADER, shape=(1,))
+    assert before <= control["alive_ns"][0] <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    reader = SharedReader("m", directory=folder)
+    assert reader.readiness.yes
+    for seconds in (-3600, 3600):  # The later time is of before the host was started again.
+        control["alive_ns"] = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + seconds * 10**9
+        assert "its mirror has stopped" in reader.readiness.reason
+    target.close()
+
+
+def test_a_closed_target_writes_nothing(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
     target.apply(release_of(1, 1.0, resync=True))
-    for each in layout.folder_of("m", folder).iterdir():
-        if each.name != layout.READERS:
-            assert each.stat().st_mode & 0o777 == mode, each
+    target.close()
+    next_target = SharedTarget("m", CONSUMER, directory=folder)
+    next_target.note_readiness(Decision(True, "it has caught up"))
+    target.close()
+    target.note_readiness(Decision(False, "it falls behind"))
+    with pytest.raises(Contradiction, match="is closed: make another one"):
+        target.apply(release_of(2, 2.0))
+    reader = SharedReader("m", directory=folder)
+    assert (reader.readiness.yes, reader.version().version) == (True, 1)
+    with pytest.raises(Contradiction, match="another process writes"):
+        SharedTarget("m", CONSUMER, directory=folder)
+    next_target.close()
+
+
+def test_readers_cannot_keep_a_mirror_from_starting(folder: Path) -> None:
+    SharedTarget("m", CONSUMER, directory=folder).close()
+    path = layout.folder_of("m", folder)
+    fds = [os.open(each, os.O_RDONLY) for each in (path, path / layout.CONTROL, path / layout.READERS)]
+    for fd in fds:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    SharedTarget("m", CONSUMER, directory=folder).close()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_process_that_a_dead_mirror_has_forked_does_not_keep_the_next_one_from_starting(folder: Path) -> None:
+    here, there = get_context("fork").Pipe()
+
+    def live_on() -> None:
+        there.send(True)
+        there.recv()
+
+    def die() -> None:
+        target = SharedTarget("m", CONSUMER, directory=folder)
+        target.apply(release_of(1, 1.0, resync=True))
+        get_context("fork").Process(target=live_on).start()
+        os._exit(0)
+
+    assert forked(die) == 0
+    assert here.recv()
+    try:
+        SharedTarget("m", CONSUMER, directory=folder).close()
+    finally:
+        here.send(True)
+
+
+def test_foreign_files_stay_or_are_refused(folder: Path) -> None:
+    path, victim = layout.folder_of("m", folder), folder / "victim"
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"has other files, such as 'notes.txt'"):
+        SharedTarget("m", CONSUMER, directory=folder)
+    (path / "notes.txt").unlink()
+    victim.write_text("mine")
+    (path / "control.new").symlink_to(victim)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    for name in ("notes.txt", "2024", "0"):
+        (path / name).write_text("mine")
+    for version in (1, 2):
+        target.apply(release_of(version, 1.0, resync=True))
+    target.close()
+    assert {each.read_text() for each in (victim, path / "notes.txt", path / "2024", path / "0")} == {"mine"}
+    folder.joinpath("deltasync-link").symlink_to(path)
+    with pytest.raises(InvalidInput, match="is a file or a link"):
+        SharedTarget("link", CONSUMER, directory=folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    path.mkdir()
+    os.chown(path, 10001, 10001)
+    with pytest.raises(InvalidInput, match="belongs to another user"):
+        SharedTarget("m", CONSUMER, directory=folder)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short"])
+def test_a_damaged_folder_is_refused_each_time(folder: Path, content: bytes | None) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.close()
+    largest = max(layout.folder_of("m", folder).glob("[0-9a-f]"), key=lambda each: each.stat().st_size)
+    largest.unlink()
+    if content is not None:
+        largest.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"missing or damaged .*remove the folder"):
+            SharedTarget("m", CONSUMER, directory=folder)
+
+
+def test_an_array_has_one_descriptor_and_too_few_are_told_as_such(folder: Path) -> None:
+    def work() -> None:
+        tables = [TableSpec(f"table {number}", 1, 1) for number in range(20)]
+        release = replace(release_of(1, 1.0, resync=True), tables=tables, rows=[])
+        target = SharedTarget("m", CONSUMER, directory=folder)
+        gc.collect()
+        used = set(map(int, os.listdir("/proc/self/fd")))
+        free = [number for number in range(3, 5000) if number not in used]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], free[100]))
+        with pytest.raises(StorageFailed, match="cannot be used: Too many open files"):
+            target.apply(release)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], free[100]))
+        target.apply(release)
+
+    assert forked(work) == 0
+
+
+def test_a_release_that_failed_in_the_served_side_leaves_the_version_of_the_readers(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    second, reader = target._served, SharedReader("m", directory=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second.copy, "stage", lambda _: lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            target.apply(release_of(2, 2.0))
+    assert not target.position.number
+    assert not target.takes_parts, "a first copy would overwrite what readers have"
+    assert reader.lookup(USER.name, np.arange(ROWS))[1] == 2
+    target.apply(release_of(3, 3.0, resync=True))
+    for _ in range(2):
+        with reader.reading() as now:
+            assert (now.version, now.tables[USER.name].min()) == (3, 3.0)
+        target.close()
+        target = SharedTarget("m", CONSUMER, directory=folder)
+    target.close()
+
+
+def test_a_reader_that_pins_again_and_again_delays_one_release(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
+    target.apply(release_of(1, 1.0, resync=True))
+    fd = os.open(layout.folder_of("m", folder) / layout.READERS, os.O_RDWR)
+    assert lock_byte(fd, 7)
+    waits, entry, sleep = list[float](), np.zeros(1, layout.READER), time.sleep
+
+    def applied(version: int, side: int) -> bool:
+        """Apply a release while the entry pins a side; returns whether the mirror waited."""
+        waits.clear()
+        entry["side"] = side
+        os.pwrite(fd, entry.tobytes(), 7 * layout.READER.itemsize)
+        target.apply(release_of(version, float(version)))
+        return bool(waits)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    assert [applied(version, side) for version, side in enumerate((1, 2, 1, 2), 2)] == [True, False, False, False]
+    assert not applied(6, 0)
+    assert applied(7, 1), "it may pin again once the mirror has seen it without a pin"
+    os.close(fd)
+    target.close()
+
+
+def test_tables_grow_while_a_version_is_pinned(folder: Path) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
+    target.apply(release_of(1, 1.0, resync=True))
+    reader, larger = SharedReader("m", directory=folder), TableSpec(USER.name, 3 * ROWS, USER.dim)
+    with reader.reading() as now:
+        applying = threading.Thread(target=target.apply, args=(release_of(2, 2.0, table=larger),))
+        applying.start()
+        wait_for(lambda: reader.version().version == 2)
+        assert now.tables[USER.name].shape == (ROWS, USER.dim)
+        assert (now.tables[USER.name] == 1.0).all()
+    applying.join()
+    with reader.reading() as now:
+        assert now.tables[USER.name].shape == (3 * ROWS, USER.dim)
+    target.close()
+
+
+def test_the_mirror_goes_on_while_a_reader_is_stopped_and_it_learns_that_its_pin_was_overridden(
+    folder: Path,
+) -> None:
+    here, there = get_context("fork").Pipe()
+
+    def read() -> None:
+        try:
+            with SharedReader("m", directory=folder).reading() as now:
+                there.send(now.version)
+                os.kill(os.getpid(), signal.SIGSTOP)
+        except TornTarget:
+            there.send("torn")
+
+    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
+    target.apply(release_of(1, 1.0, resync=True))
+    process = get_context("fork").Process(target=read)
+    process.start()
+    assert here.recv() == 1
+    for version in (2, 3):
+        target.apply(release_of(version, float(version)))
+    os.waitid(os.P_PID, process.pid or 0, os.WSTOPPED | os.WNOWAIT)
+    os.kill(process.pid or 0, signal.SIGCONT)
+    assert here.recv() == "torn"
+    process.join(20)
     target.close()

@@ -76,24 +76,6 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
     target.close()
 
 
-def test_tensors_are_found_once_for_all_versions_in_the_same_memory(folder: Path) -> None:
-    trained, serving, other = Model(), Model(), Model()
-    target, reader = filled(folder, trained), SharedReader("m", directory=folder)
-    found = list[dict[str, torch.Tensor]]()
-    for number in (2, 2, 3, 4):
-        with torch.no_grad():
-            trained.over.bias.normal_()
-        target.apply(release_of(trained, number))
-        with reader.reading() as now:
-            found.append(tensors_for(serving, now))
-            assert torch.equal(found[-1]["over.bias"], trained.over.bias)
-            assert tensors_for(other, now) is not found[-1]
-    assert found[0] is found[2]
-    assert found[1] is found[3]
-    assert found[0] is not found[1]
-    target.close()
-
-
 def test_a_module_of_another_type_needs_a_copy(folder: Path) -> None:
     target, reader = filled(folder, Model()), SharedReader("m", directory=folder)
     with (

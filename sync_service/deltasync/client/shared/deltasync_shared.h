@@ -45,9 +45,9 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && sizeof(size_t) == 8, 
 #define DELTASYNC_MOST_READERS 1024
 typedef struct {
     char magic[8];
-    uint32_t layout, header_bytes, side_bytes, most_tables, most_readers, unused1[9];
+    uint32_t layout, unused1[13];
     uint64_t served;
-    int64_t alive_unix_ns;
+    int64_t alive_ns;
     uint64_t state_sequence, ready, next_file, unused2[3];
     char model[512], consumer[512], reason[1024], unused3[1920];
 } deltasync__header;
@@ -72,19 +72,17 @@ typedef struct {
     char unused2[56];
 } deltasync__table;
 typedef struct {
-    uint64_t side, pins;
-    int64_t since_unix_ns;
-    uint64_t pid, unused[4];
+    uint64_t side, pid, unused[6];
 } deltasync__entry;
 DELTASYNC__SIZE(header, 4096); DELTASYNC__AT(header, layout, 8); DELTASYNC__AT(header, served, 64);
-DELTASYNC__AT(header, alive_unix_ns, 72); DELTASYNC__AT(header, state_sequence, 80);
+DELTASYNC__AT(header, alive_ns, 72); DELTASYNC__AT(header, state_sequence, 80);
 DELTASYNC__AT(header, ready, 88); DELTASYNC__AT(header, model, 128); DELTASYNC__AT(header, reason, 1152);
 DELTASYNC__SIZE(side, 1024); DELTASYNC__AT(side, tables, 8); DELTASYNC__AT(side, version, 16);
 DELTASYNC__AT(side, version.step, 24); DELTASYNC__AT(side, number, 48); DELTASYNC__AT(side, history, 64);
 DELTASYNC__SIZE(table, 1152); DELTASYNC__AT(table, kind, 1024); DELTASYNC__AT(table, dtype, 1032);
 DELTASYNC__AT(table, dim, 1040); DELTASYNC__AT(table, rows, 1048); DELTASYNC__AT(table, file, 1056);
 DELTASYNC__AT(table, index_slots, 1080); DELTASYNC__AT(table, value_type, 1088);
-DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, pins, 8); DELTASYNC__AT(entry, pid, 24);
+DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, side, 0); DELTASYNC__AT(entry, pid, 8);
 #define DELTASYNC__SIDE_BYTES (sizeof(deltasync__side) + DELTASYNC_MOST_TABLES * sizeof(deltasync__table))
 #define DELTASYNC__CONTROL_BYTES (sizeof(deltasync__header) + 2 * DELTASYNC__SIDE_BYTES)
 enum { DELTASYNC_OK, DELTASYNC_NO_MIRROR, DELTASYNC_FOREIGN, DELTASYNC_LAYOUT, DELTASYNC_SYSTEM,
@@ -113,7 +111,7 @@ typedef struct {
     uint64_t counts[2], known[2];
     int readers; /* the file, in which this reader owns an entry; -1 before the first pin */
     pid_t pid; /* of the process that owns the entry */
-    uint64_t entry, pins, pinned, sequence; /* `pinned` is 0, or 1 + the side that is pinned at `sequence` */
+    uint64_t entry, pinned, sequence; /* `pinned` is 0, or 1 + the side that is pinned at `sequence` */
 } deltasync_reader;
 /* A sentence about a code. DELTASYNC_SYSTEM leaves the reason in errno. */
 DELTASYNC_API const char *deltasync_text(int code) {
@@ -129,9 +127,9 @@ DELTASYNC_API const char *deltasync_text(int code) {
     return code >= 0 && (size_t)code < sizeof texts / sizeof *texts ? texts[code] : "unknown code";
 }
 static inline uint64_t deltasync__load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-static inline int64_t deltasync__now(void) {
+static inline int64_t deltasync__now(clockid_t clock) {
     struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
+    clock_gettime(clock, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 /* Wait a little before another attempt; 0 after a second. */
@@ -315,13 +313,14 @@ DELTASYNC_API int deltasync_lookup_keys(deltasync_reader *reader, const char *na
 /* Seconds since the newest event of a version, or else since the end of its step; -1 if both are unknown. */
 DELTASYNC_API double deltasync_age_seconds(const deltasync_version *version) {
     int64_t since = version->event_time_unix_ns ? version->event_time_unix_ns : version->step_end_unix_ns;
-    int64_t age = deltasync__now() - since;
+    int64_t age = deltasync__now(CLOCK_REALTIME) - since;
     return !since ? -1.0 : age < 0 ? 0.0 : (double)age / 1e9;
 }
 /* Whether the mirror runs: it says so every second. */
 DELTASYNC_API int deltasync_is_alive(const deltasync_reader *reader) {
-    int64_t alive = __atomic_load_n(&reader->header->alive_unix_ns, __ATOMIC_ACQUIRE);
-    return alive && deltasync__now() - alive <= (int64_t)5000000000;
+    int64_t alive = __atomic_load_n(&reader->header->alive_ns, __ATOMIC_ACQUIRE);
+    int64_t ago = deltasync__now(CLOCK_BOOTTIME) - alive;
+    return alive && ago >= 0 && ago <= (int64_t)5000000000 && !deltasync_is_removed(reader);
 }
 /* Whether the replica behind the mirror is ready. `reason` gets why, cut to `bytes`. */
 DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reason, size_t bytes) {
@@ -338,13 +337,11 @@ DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reaso
     return is_ready;
 }
 static inline int deltasync__enter(const deltasync_reader *reader, uint64_t side) {
-    deltasync__entry entry = {side, reader->pins, deltasync__now(), (uint64_t)reader->pid, {0}};
+    deltasync__entry entry = {side, (uint64_t)reader->pid, {0}};
     return pwrite(reader->readers, &entry, sizeof entry, (off_t)(reader->entry * sizeof entry)) == sizeof entry;
 }
 /* Own an entry in `readers`. A lock on the byte of its number ends with the process. */
 static inline int deltasync__own(deltasync_reader *reader) {
-    char path[4096];
-    deltasync__entry before;
     struct flock lock;
     if (reader->pid == getpid()) return DELTASYNC_OK; /* A forked process needs an entry of its own. */
     if (reader->readers >= 0) close(reader->readers);
@@ -355,10 +352,7 @@ static inline int deltasync__own(deltasync_reader *reader) {
     lock.l_type = F_WRLCK, lock.l_whence = SEEK_SET, lock.l_len = 1;
     while (fcntl(reader->readers, F_OFD_SETLK, &lock))
         if (++lock.l_start == DELTASYNC_MOST_READERS) return DELTASYNC_READERS;
-    reader->entry = (uint64_t)lock.l_start;
-    reader->pid = getpid();
-    ssize_t found = pread(reader->readers, &before, sizeof before, lock.l_start * (off_t)sizeof before);
-    reader->pins = found == sizeof before ? before.pins : 0;
+    reader->entry = (uint64_t)lock.l_start, reader->pid = getpid();
     return DELTASYNC_OK;
 }
 /* Release the pinned version, after use. If this returns DELTASYNC_TORN, do not use what you calculated from the
@@ -378,8 +372,7 @@ DELTASYNC_API int deltasync_pin(deltasync_reader *reader) {
     if (code) return code;
     for (int tries = 0; !reader->pinned && !code; tries++) {
         uint64_t side = deltasync__load(&reader->header->served) & 1;
-        reader->pins++; /* The mirror must not see the new pin with the number of an old one. */
-        if (!deltasync__enter(reader, 0) || !deltasync__enter(reader, side + 1)) return DELTASYNC_SYSTEM;
+        if (!deltasync__enter(reader, side + 1)) return DELTASYNC_SYSTEM;
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         int is_served = deltasync__load(&reader->header->served) == side; /* Only a served side is whole. */
         reader->sequence = deltasync__load(&reader->sides[side]->sequence);

@@ -3,6 +3,7 @@
 A mirror NAME is a folder `DIRECTORY/deltasync-NAME` with these files. All numbers are little-endian and aligned.
 
 control     the header, and a description of each of the two sides with its tables. Only the mirror writes it.
+writer      empty; the mirror locks it
 readers     one entry for each thread that reads a whole version. Readers write it.
 HEX         an array of a table on one side: its rows, the mask of existing rows, or its index of raw ids
 
@@ -12,7 +13,7 @@ that side, the rows, and the sequence number again. If it is odd or has changed,
 
 To use a whole version for longer, pin its side with an entry in `readers`, and then read `served` again. The
 mirror waits before it writes a pinned side, but no longer than its limit. So compare the sequence number after
-use as well.
+use as well. After the limit the mirror ignores the entry until it has seen it without a pin.
 
 The header has the next file number, because no number is used twice. An array's file never changes its size. If a
 file is missing, the side has changed meanwhile. Every reader may change `readers`, also its size: do not map it.
@@ -31,24 +32,22 @@ from deltasync.core.value_types import ValueType
 
 MAGIC = b"DELTASHM"
 VERSION = 1
-CONTROL, READERS = "control", "readers"
+CONTROL, WRITER, READERS = "control", "writer", "readers"
 
 # Bytes of the header, and of each side with its tables.
 HEADER_BYTES = 4096
 MOST_TABLES = 1024
 NAME_BYTES = 512
 
+# The mirror writes `alive_ns` about every second, by CLOCK_BOOTTIME, which all containers of a host share. It is 0
+# once the mirror has stopped.
 HEADER = np.dtype(
     {
         "names": [
             "magic",
             "layout",
-            "header_bytes",
-            "side_bytes",
-            "most_tables",
-            "most_readers",
             "served",
-            "alive_unix_ns",
+            "alive_ns",
             "state_sequence",
             "ready",
             "next_file",
@@ -59,10 +58,6 @@ HEADER = np.dtype(
         "formats": [
             "S8",
             "<u4",
-            "<u4",
-            "<u4",
-            "<u4",
-            "<u4",
             "<u8",
             "<i8",
             "<u8",
@@ -72,7 +67,7 @@ HEADER = np.dtype(
             "S512",
             "S1024",
         ],
-        "offsets": [0, 8, 12, 16, 20, 24, 64, 72, 80, 88, 96, 128, 640, 1152],
+        "offsets": [0, 8, 64, 72, 80, 88, 96, 128, 640, 1152],
         "itemsize": HEADER_BYTES,
     }
 )
@@ -121,16 +116,17 @@ TABLE = np.dtype(
         "itemsize": 1152,
     }
 )
+FILES = "file", "there", "index"  # The fields of TABLE that name files.
 SIDE_BYTES = SIDE.itemsize + MOST_TABLES * TABLE.itemsize
 CONTROL_BYTES = HEADER_BYTES + 2 * SIDE_BYTES
 
 # A thread owns an entry while it has a lock on its byte in `readers`: an open file description lock, which ends
-# with the process. `side` is 0, or 1 + the pinned side; `pins` counts the pins of this entry; `pid` is for people.
+# with the process. `side` is 0, or 1 + the pinned side; `pid` is for people.
 READER = np.dtype(
     {
-        "names": ["side", "pins", "since_unix_ns", "pid"],
-        "formats": ["<u8", "<u8", "<i8", "<u8"],
-        "offsets": [0, 8, 16, 24],
+        "names": ["side", "pid"],
+        "formats": ["<u8", "<u8"],
+        "offsets": [0, 8],
         "itemsize": 64,
     }
 )

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from deltasync.base.errors import NotFound, ServiceUnavailable, StorageFailed
 from deltasync.base.words import listed
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping as MappedFile
-from deltasync.client.shared.memory import side_of
+from deltasync.client.shared.memory import MappedFile, side_of
 from deltasync.client.targets.keyed_table import KeyedRows, KeySlots
 from deltasync.client.targets.keyed_target import RowNumbers
 from deltasync.client.targets.target import TornTarget

@@ -1,6 +1,8 @@
 """Files in shared memory: mapping them, and locking single bytes of them."""
 
+import errno
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -12,43 +14,57 @@ from numpy.typing import NDArray
 
 from deltasync.client.shared import layout
 
+# Of <linux/mman.h>, since Linux 5.14.
+_MADV_POPULATE_WRITE = 23
 _FLOCK = struct.Struct("hhqqi4x")
 
 
-class Mapping:
-    """A mapped file.
+class MappedFile:
+    """A mapped file. Its memory has one descriptor.
 
     Attributes:
-        fd: its descriptor.
         size: its size in bytes.
     """
 
     def __init__(self, path: str | Path, *, write: bool = False, dir_fd: int | None = None) -> None:
-        """Map a file, for reading only unless `write`. The path is relative to a folder's descriptor, if any."""
-        self.fd = -1
-        self.fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC, dir_fd=dir_fd)
-        self.size = os.fstat(self.fd).st_size
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
-        self._memory = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED, access) if self.size else None
+        """Map a file, for reading only unless `write`. A `path` may be relative to the open folder `dir_fd`.
 
-    def __del__(self) -> None:
-        """Close the descriptor. The memory stays mapped while arrays refer to it."""
-        if self.fd >= 0:
-            os.close(self.fd)
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: it is empty.
+        """
+        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            self.size = os.fstat(fd).st_size
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+            self._memory = mmap.mmap(fd, self.size, mmap.MAP_SHARED, access)
+        finally:
+            os.close(fd)
 
     def array(self, dtype: Any, shape: tuple[int, ...] = (1,), offset: int = 0) -> NDArray[Any]:
-        """An array over the memory, which stays mapped as long as the array exists."""
-        if self._memory is None:
-            return np.zeros(shape, dtype)
-        return np.frombuffer(self._memory, dtype, int(np.prod(shape)), offset).reshape(shape)
+        """An array over the memory, which stays mapped as long as the array exists.
 
-    def use_huge_pages(self) -> None:
-        """Ask the system for huge pages. It may have none."""
-        if self._memory is not None:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        Raises:
+            ValueError: the file is shorter.
+        """
+        return np.frombuffer(self._memory, dtype, math.prod(shape), offset).reshape(shape)
+
+    def fill_with_huge_pages(self) -> None:
+        """Give a sparse file its memory, as huge pages where the file system has them.
+
+        Raises:
+            OSError: there is no room, or the system is too old for it.
+        """
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            self._memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # A write would kill the process, because the file system is full.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
 
 
-def side_of(control: Mapping, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def side_of(control: MappedFile, number: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """The description [1] of a side in the file `control`, and those of its tables."""
     offset = layout.side_offset(number)
     tables = control.array(layout.TABLE, (layout.MOST_TABLES,), offset + layout.SIDE.itemsize)

@@ -1,7 +1,6 @@
 """Pins of a reader: the entry of a thread in the table of readers, which keeps a side from being written."""
 
 import os
-import time
 import weakref
 
 import numpy as np
@@ -38,10 +37,7 @@ class Pin:
         else:
             raise LimitReached(f"{layout.MOST_READERS} threads read whole versions of this mirror already")
         self._offset = number * layout.READER.itemsize
-        before = os.pread(self._fd, layout.READER.itemsize, self._offset)
         self._entry = np.zeros(1, layout.READER)
-        if len(before) == layout.READER.itemsize:  # Else somebody has made the file shorter.
-            self._entry["pins"] = np.frombuffer(before, layout.READER)["pins"]
         self._entry["pid"] = os.getpid()
 
     @property
@@ -52,9 +48,6 @@ class Pin:
     def take(self, side: int) -> None:
         """Pin a side."""
         self.is_taken = True
-        self._entry["pins"] += 1
-        self._entry["since_unix_ns"] = time.time_ns()
-        self._write(0)  # The mirror must not see the new pin with the number of an old one.
         self._write(side + 1)
         fence()
 

@@ -1,13 +1,13 @@
 """Reads tables in the shared memory of a mirror, from any number of processes."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable
 from deltasync.base.words import duration, listed
@@ -103,10 +103,11 @@ class SharedReader:
             fence()
             if sequence % 2 == 0 and sequence == int(self._header["state_sequence"][0]):
                 break
-        alive = int(self._header["alive_unix_ns"][0])
-        if not alive:
+        alive = int(self._header["alive_ns"][0])
+        ago = (steady_ns() - alive) / 1e9
+        if not alive or ago < 0:  # If negative, the host has started since.
             return Decision(False, "its mirror has stopped")
-        if (ago := (time.time_ns() - alive) / 1e9) > _ALIVE_SECONDS:
+        if ago > _ALIVE_SECONDS:
             return Decision(
                 False, f"its mirror has stopped or hangs: its last sign of life was {duration(ago)} ago"
             )

@@ -1,11 +1,16 @@
 """The target that keeps tables in shared memory, for other processes of the host."""
 
+import errno
 import fcntl
+import math
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.arguments import check_name
+from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import Mapping, is_locked, side_of
-from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
+from deltasync.client.shared.memory import MappedFile, is_locked, side_of
+from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
@@ -27,6 +33,8 @@ from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 
+# The modes of the folder, of `readers`, and of all other files. Who may read rows may also pin a version.
+_MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o660, 0o640), "all": (0o755, 0o666, 0o644)}
 # The mirror says this often that it is alive.
 _ALIVE_SECONDS = 1.0
 _LOOK_SECONDS = 0.002
@@ -55,35 +63,52 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             name: its name.
             consumer: the consumer whose replica fills it.
             directory: the folder in which it is.
-            readable_by: who may read it besides this user: "owner" for nobody, "group", or "all".
-            huge_pages: whether to ask the system for huge pages.
+            readable_by: who may read it besides this user: "owner" for nobody, "group", or "all". Processes that
+                read it already are not affected.
+            huge_pages: whether to ask the file system for huge pages.
             longest_pin_seconds: how long to wait for readers of a whole version before writing over it.
 
         Raises:
-            InvalidInput: an argument is wrong, or the folder has other files, another layout, or another consumer.
+            InvalidInput: an argument is wrong, or the folder belongs to another user, has other or damaged files,
+                another layout, or another consumer.
             Contradiction: another process writes it.
             StorageFailed: the files cannot be created or read.
         """
         check_name("name", name)
-        modes = {"owner": 0o700, "group": 0o750, "all": 0o755}
-        if readable_by not in modes:
-            raise InvalidInput(f"readable_by: {readable_by!r}, expected one of {', '.join(modes)}")
-        folder = layout.folder_of(name, Path(directory))
+        if readable_by not in _MODES:
+            raise InvalidInput(f"readable_by: {readable_by!r}, expected one of {', '.join(_MODES)}")
+        folder, needed = layout.folder_of(name, Path(directory)), layout.CONTROL_BYTES + layout.READERS_BYTES
+        self._memory = _Memory(folder, readable_by, huge_pages, longest_pin_seconds)
         try:
-            self._memory = _Memory(folder, consumer, modes[readable_by], huge_pages, longest_pin_seconds)
+            self._memory.open(consumer)
             sides = [_SharedSide(number, self._memory) for number in (0, 1)]
-        except OSError as error:
-            raise StorageFailed(f"{folder} cannot be used: {error.strerror}") from error
-        super().__init__("copies", sides)
-        self._served = sides[self._memory.served]
-        if self._served.reading.version:
-            self._restore(sides[1 - self._memory.served], sides[self._memory.served])
+            needed += _bytes_of(next((side.copy.specs for side in sides if side.reading.version), ()))
+            self._start(sides)
+        except BaseException as error:
+            self._memory.unlock()
+            if isinstance(error, OSError):
+                raise _storage_failed(folder, needed, error) from error
+            raise
         threading.Thread(target=self._memory.stay_alive, name="deltasync-shared", daemon=True).start()
+
+    def _start(self, sides: "Sequence[_SharedSide]") -> None:
+        """Serve the whole version in the memory, and bring the other side, which may be torn or older, to it."""
+        served = sides[self._memory.served]
+        if not served.reading.version:  # The mirror was killed before it served the first whole side.
+            served = next((side for side in sides if side.reading.version), served)
+        super().__init__("copies", sides)
+        self._serve(served)
+        (other,) = (side for side in sides if side is not served)
+        if served.reading.version and other.reading.position != served.reading.position:
+            other.begin()
+            other.copy.copy_from(served.copy)
+            other.end(replace(served.reading, tables=other.copy.tables))
+        self._remove_unused()
 
     @property
     def takes_parts(self) -> bool:
-        """Whether to write a first copy as it arrives."""
-        return not self.position.number
+        """Whether to write a first copy as it arrives, because readers have no version yet."""
+        return not self.newest().version
 
     def note_readiness(self, decision: Decision) -> None:
         """Tell readers whether the replica is ready; for `SubscriberOptions.on_readiness`."""
@@ -93,9 +118,10 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         """Write a release; see `LocalTarget`.
 
         Raises:
-            Contradiction: the memory has another model.
+            Contradiction: the memory has another model, or the target is closed.
             StorageFailed: there is no room for its tables; nothing was written.
         """
+        self._memory.check_open()
         self._memory.check_model(release.model)
         if len(release.tables) > layout.MOST_TABLES:
             raise Contradiction(f"{len(release.tables)} tables, but a mirror has at most {layout.MOST_TABLES}")
@@ -104,89 +130,130 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         try:
             return super().apply(release)
         except OSError as error:
-            needed = 2 * sum(each.nbytes + each.rows for each in release.tables)
-            raise StorageFailed(self._memory.no_room(needed, error)) from error
+            raise _storage_failed(self._memory.folder, _bytes_of(release.tables), error) from error
+        finally:
+            self._remove_unused()
 
     def _serve(self, side: Side["_SharedCopy", KeyedReading]) -> None:
-        super()._serve(side)
-        self._memory.remove_all_but(set[int]().union(*(each.copy.files for each in self._sides)))
-        if side.reading.version:  # Not while a first copy is arriving.
+        if not side.unfinished:  # Not while a first copy is arriving.
+            super()._serve(side)
             self._memory.served = self._sides.index(side)
 
-    def _restore(self, side: "_SharedSide", served: "_SharedSide") -> None:
-        """Bring the other side, which may be torn or older, to the version of the served one."""
-        if side.is_whole and side.reading.position == served.reading.position:
-            return
-        side.begin()
-        side.copy.copy_from(served.copy)
-        side.end(replace(served.reading, tables=side.copy.tables))
+    def _remove_unused(self) -> None:
+        """Remove the files that no table uses any more."""
+        for copy in self._copies:
+            copy.forget_unused()
+        self._memory.remove_all_but(set[int]().union(*(copy.files for copy in self._copies)))
 
     def close(self) -> None:
         """Stop writing. The memory stays, and tells readers that its mirror has stopped."""
         self._memory.close()
 
 
+def _bytes_of(tables: Sequence[TableSpec]) -> int:
+    """The size of both sides of tables, without indices of raw ids."""
+    return 2 * sum(each.nbytes + each.rows for each in tables)
+
+
+def _storage_failed(folder: Path, needed: int, error: OSError) -> StorageFailed:
+    if error.errno != errno.ENOSPC:
+        return StorageFailed(f"{folder} cannot be used: {error.strerror}")
+    total = shutil.disk_usage(folder.parent).total
+    return StorageFailed(
+        f"{folder} has no room for the tables, which need {counted(needed, 'byte')} there with both sides, and "
+        f"more for raw ids; its file system has {counted(total, 'byte')}: give the container more shared memory "
+        "(docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another directory"
+    )
+
+
 class _Memory:
     """The files of a mirror, for the process that writes them."""
 
-    def __init__(
-        self, folder: Path, consumer: str, mode: int, huge_pages: bool, longest_pin_seconds: float
-    ) -> None:
+    def __init__(self, folder: Path, readable_by: str, huge_pages: bool, longest_pin_seconds: float) -> None:
         self.folder = folder
+        self._folder_mode, self._readers_mode, self._mode = _MODES[readable_by]
         self._huge_pages = huge_pages
         self._longest_pin_seconds = longest_pin_seconds
-        self._mode = mode & 0o644
+        self._unlock: Callable[[], object] | None = None
         self._closed = threading.Event()
         self._state = threading.Lock()
-        self._revoked = set[tuple[int, int]]()  # Pins that were overridden: the entry, and its number of the pin.
-        old = os.umask(0)  # The modes of the files are those that the caller asked for.
-        try:
-            folder.mkdir(mode, exist_ok=True)
-            self._lock()
-            try:
-                self._open(consumer, mode)
-            except BaseException:
-                os.close(self._folder_fd)
-                raise
-        finally:
-            os.umask(old)
+        self._overridden = set[int]()  # The entries of readers for which the mirror has waited long enough.
+        _MEMORIES.add(self)
 
-    def _open(self, consumer: str, mode: int) -> None:
-        control, readers = self.folder / layout.CONTROL, self.folder / layout.READERS
-        if not control.exists():
-            self._make(readers, layout.READERS_BYTES, mode | (mode & 0o044) >> 1)  # Who may read it, may write.
-            self._make(control, layout.CONTROL_BYTES, self._mode, consumer)
-        self.control = Mapping(control, write=True)
-        if self.control.size != layout.CONTROL_BYTES:
+    def open(self, consumer: str) -> None:
+        """Open or create the files, as their only writer."""
+        with suppress(FileExistsError):
+            self.folder.mkdir(0o700)
+        try:
+            self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except NotADirectoryError as error:
+            raise InvalidInput(f"{self.folder} is a file or a link: use another name, or remove it") from error
+        weakref.finalize(self, os.close, self._fd)
+        if os.fstat(self._fd).st_uid != os.geteuid():
+            raise InvalidInput(f"{self.folder} belongs to another user: use another name or directory")
+        self._check_others()
+        self._lock()
+        os.fchmod(self._fd, self._folder_mode)
+        self._make(layout.READERS, layout.READERS_BYTES, self._readers_mode)
+        self._make(layout.CONTROL, layout.CONTROL_BYTES, self._mode, _new_header(consumer).tobytes())
+        try:
+            self.control = MappedFile(layout.CONTROL, write=True, dir_fd=self._fd)
+            if self.control.size != layout.CONTROL_BYTES:
+                raise ValueError
+        except ValueError:
             raise InvalidInput(
-                f"{control} is not of a mirror, or of another layout: use another name, or remove {self.folder}"
-            )
+                f"{self.folder} is not of a mirror, or of another layout: use another name, or remove it"
+            ) from None
         self.header = self.control.array(layout.HEADER)
         self._check(consumer)
-        self._readers = Mapping(readers)  # For its descriptor only.
+        for each in self.numbers():
+            os.chmod(layout.file_name(each), self._mode, dir_fd=self._fd)
+        self._readers = os.open(layout.READERS, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        weakref.finalize(self, os.close, self._readers)
+        # Before the sign of life, which would renew the readiness of the mirror before.
+        self.note_readiness(Decision(False, "its mirror has just started"))
         self._note_alive()
 
+    def _check_others(self) -> None:
+        """Check that a folder without `control` has no foreign files."""
+        names = set(os.listdir(self._fd))
+        ours = {layout.WRITER, layout.READERS, _made(layout.READERS), _made(layout.CONTROL)}
+        if layout.CONTROL not in names and (others := sorted(names - ours)):
+            raise InvalidInput(
+                f"{self.folder} has other files, such as {others[0]!r}: use another name, or remove the folder"
+            )
+
     def _lock(self) -> None:
-        self._folder_fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        # Readers cannot open this file, so none can keep a mirror from starting.
+        fd = os.open(layout.WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        self._unlock = weakref.finalize(self, os.close, fd)
         try:
-            fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._folder_fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
             raise Contradiction(
                 f"another process writes {self.folder}: use another name, or stop that one"
             ) from error
 
-    def _make(self, path: Path, size: int, mode: int, consumer: str | None = None) -> None:
-        """Create a file of zeros, complete or not at all."""
-        made = path.with_name(f"{path.name}.new")
-        fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode & 0o666)
+    def unlock(self) -> None:
+        """Let another mirror write, unless the process from which this one was forked still does."""
+        if self._unlock:
+            self._unlock()
+
+    def _make(self, name: str, size: int, mode: int, content: bytes = b"") -> None:
+        """Create a file, complete or not at all, filled with zeros; or give an earlier one its mode."""
+        with suppress(FileNotFoundError):
+            os.chmod(name, mode, dir_fd=self._fd)
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(_made(name), dir_fd=self._fd)
+        fd = os.open(_made(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
+            os.fchmod(fd, mode)
             os.posix_fallocate(fd, 0, size)  # Else a write into a full file system would kill the process.
-            if consumer is not None:
-                os.pwrite(fd, _new_header(consumer).tobytes(), 0)
+            os.pwrite(fd, content, 0)
         finally:
             os.close(fd)
-        made.rename(path)
+        os.rename(_made(name), name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def _check(self, consumer: str) -> None:
         header = self.header[0]
@@ -201,6 +268,13 @@ class _Memory:
             raise InvalidInput(
                 f"{self.folder} is of consumer {header['consumer'].decode()!r}, not {consumer!r}: {remedy}"
             )
+        if self.served > 1:
+            raise InvalidInput(f"{self.folder} is damaged, it has no side {self.served}: {remedy}")
+
+    def check_open(self) -> None:
+        """Raise Contradiction once it is closed: another process may write it."""
+        if self._closed.is_set():
+            raise Contradiction(f"the target of {self.folder} is closed: make another one")
 
     def check_model(self, model: str) -> None:
         known = self.header["model"][0].decode()
@@ -228,74 +302,83 @@ class _Memory:
         Raises:
             OSError: there is no room.
         """
-        number, size = int(self.header["next_file"][0]), max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        number, size = int(self.header["next_file"][0]), max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         self.header["next_file"][0] += 1
-        path = self.folder / layout.file_name(number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        name = layout.file_name(number)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
             os.fchmod(fd, self._mode)
             # Otherwise a process that writes into a full file system is killed.
-            os.posix_fallocate(fd, 0, size)
-        except BaseException:
-            path.unlink()
-            raise
+            if self._huge_pages:
+                os.ftruncate(fd, size)
+            else:
+                os.posix_fallocate(fd, 0, size)
         finally:
             os.close(fd)
-        return number, self.open(number, shape, dtype)
-
-    def open(self, number: int, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
-        """The array in a file, to write to."""
-        mapping = Mapping(self.folder / layout.file_name(number), write=True)
+        mapped = MappedFile(name, write=True, dir_fd=self._fd)
         if self._huge_pages:
-            mapping.use_huge_pages()
-        return mapping.array(dtype, shape)
+            mapped.fill_with_huge_pages()
+        return number, mapped.array(dtype, shape)
+
+    def array(self, number: int, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
+        """The array in a file, to write to."""
+        name = layout.file_name(number)
+        try:
+            return MappedFile(name, write=True, dir_fd=self._fd).array(dtype, shape)
+        except (FileNotFoundError, ValueError) as error:
+            raise InvalidInput(
+                f"{self.folder / name} is missing or damaged ({error}): remove the folder, and the mirror starts "
+                "with a full copy"
+            ) from error
 
     def remove_all_but(self, numbers: set[int]) -> None:
         """Remove the files of arrays that no side uses."""
-        for each in self._arrays():
-            if int(each.name, 16) not in numbers:
-                each.unlink(missing_ok=True)
+        for each in self.numbers():
+            if each not in numbers:
+                os.unlink(layout.file_name(each), dir_fd=self._fd)
 
-    def _arrays(self) -> list[Path]:
-        others = (layout.CONTROL, layout.READERS)
-        return [each for each in self.folder.iterdir() if each.name not in others and each.suffix != ".new"]
-
-    def no_room(self, needed: int, error: OSError) -> str:
-        free = shutil.disk_usage(self.folder).free
-        return (
-            f"{self.folder} has no room for the tables, which need {counted(needed, 'byte')} there with both "
-            f"sides, and {counted(free, 'byte')} are free ({error.strerror}): give the container more shared "
-            "memory (docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another directory"
-        )
+    def numbers(self) -> set[int]:
+        """The files of arrays. Others may be in the folder, too."""
+        names = [each for each in os.listdir(self._fd) if re.fullmatch("[1-9a-f][0-9a-f]*", each)]
+        return {number for each in names if (number := int(each, 16)) < int(self.header["next_file"][0])}
 
     # Readers.
 
     def wait_for_readers(self, side: int) -> None:
         """Wait until nobody reads a side any more. A reader that takes longer than the limit loses its pin."""
         ends = time.monotonic() + self._longest_pin_seconds
-        while pins := [each for each in self._pins(side) if each not in self._revoked]:
+        while pins := self._pins(side):
             if time.monotonic() >= ends:
-                self._revoked.update(pins)
+                self._overridden |= pins
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _pins(self, side: int) -> list[tuple[int, int]]:
-        """The pins of a side: entries whose threads are alive, and their numbers of the pin."""
-        found = os.pread(self._readers.fd, layout.READERS_BYTES, 0)
-        entries = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)
-        pinning = np.flatnonzero(entries["side"] == side + 1).tolist()
-        return [(each, int(entries["pins"][each])) for each in pinning if is_locked(self._readers.fd, each)]
+    def _pins(self, side: int) -> set[int]:
+        """The entries that pin a side, and whose threads are alive.
+
+        An entry whose pin was overridden does not count before the mirror has seen it without a pin. Otherwise a
+        reader that pins again and again could delay each release by the limit.
+        """
+        found = os.pread(self._readers, layout.READERS_BYTES, 0)
+        sides = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)["side"]
+        pinned = {each for each in np.flatnonzero(sides).tolist() if is_locked(self._readers, each)}
+        self._overridden &= pinned
+        return {each for each in pinned - self._overridden if sides[each] == side + 1}
 
     # The state.
 
     def note_readiness(self, decision: Decision) -> None:
         with self._state:
-            self.header["state_sequence"][0] |= 1  # It is odd already if a mirror was killed here.
-            fence()
-            self.header["ready"][0] = decision.yes
-            self.header["reason"][0] = decision.reason.encode()[: layout.HEADER["reason"].itemsize - 1]
-            fence()
-            self.header["state_sequence"][0] += 1
+            if not self._closed.is_set():
+                self._write_readiness(decision)
+
+    def _write_readiness(self, decision: Decision) -> None:
+        self.header["state_sequence"][0] |= 1  # It is odd already if a mirror was killed here.
+        fence()
+        self.header["ready"][0] = decision.yes
+        self.header["reason"][0] = decision.reason.encode()[: layout.HEADER["reason"].itemsize - 1]
+        fence()
+        self.header["state_sequence"][0] += 1
 
     def stay_alive(self) -> None:
         """Say regularly that the mirror is alive, until it is closed."""
@@ -303,22 +386,41 @@ class _Memory:
             self._note_alive()
 
     def _note_alive(self) -> None:
-        self.header["alive_unix_ns"][0] = time.time_ns()
+        with self._state:
+            if not self._closed.is_set():
+                self.header["alive_ns"][0] = steady_ns()
 
     def close(self) -> None:
-        self._closed.set()
-        self.note_readiness(Decision(False, "its mirror has stopped"))
-        self.header["alive_unix_ns"][0] = 0
-        os.close(self._folder_fd)
+        with self._state:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            self._write_readiness(Decision(False, "its mirror has stopped"))
+            self.header["alive_ns"][0] = 0
+        self.unlock()
+
+
+_MEMORIES = weakref.WeakSet[_Memory]()
+
+
+def _unlock_all() -> None:
+    for each in list(_MEMORIES):
+        each.unlock()
+
+
+# The lock of a mirror ends with its process, even if a process that it has forked lives longer.
+os.register_at_fork(after_in_child=_unlock_all)
+
+
+def _made(name: str) -> str:
+    """The name of a file while it is made."""
+    return f"{name}.new"
 
 
 def _new_header(consumer: str) -> NDArray[Any]:
     header = np.zeros(1, layout.HEADER)
     header["magic"], header["layout"], header["consumer"] = layout.MAGIC, layout.VERSION, consumer.encode()
-    header["header_bytes"], header["side_bytes"] = layout.HEADER_BYTES, layout.SIDE_BYTES
-    header["most_tables"], header["most_readers"] = layout.MOST_TABLES, layout.MOST_READERS
     header["next_file"] = 1
-    header["reason"] = b"its mirror has just started"
     return header
 
 
@@ -326,7 +428,7 @@ class _SharedCopy(KeyedCopy):
     """One side's tables, in files."""
 
     def __init__(self, memory: _Memory) -> None:
-        super().__init__(self._allocated)
+        super().__init__(self._allocated, in_place=True)
         self._memory = memory
         self._files = dict[int, int]()  # By the address of the array.
         self.specs: Sequence[TableSpec] = ()
@@ -347,41 +449,58 @@ class _SharedCopy(KeyedCopy):
         return written
 
     def copy_from(self, other: "_SharedCopy") -> None:
-        """Take over the rows of another copy."""
-        self.by_number, self.indices = {}, {}
-        for spec in other.specs:
-            theirs = other.by_number[spec.name]
-            ours = self._with_room(spec, None)
-            ours.rows[:], ours.there[:] = theirs.rows[: spec.rows], theirs.there[: spec.rows]
-            self.by_number[spec.name] = ours
-            if (index := other.indices.get(spec.name)) is not None:
-                slots = self._allocated(index.slots.shape, np.int64)
-                slots[:] = index.slots
-                self.indices[spec.name] = KeyIndex.of(slots, self._allocated)
-        self._show(other.specs)
+        """Take over the rows of another copy. Arrays of the same form stay, so two copies are enough memory."""
+        theirs = other.arrays()
+        kept = {
+            use: array
+            for use, array in self.arrays().items()
+            if use in theirs and (array.shape, array.dtype) == (theirs[use].shape, theirs[use].dtype)
+        }
+        self._use((), {})
+        self._files = {_address(each): self._file_of(each) for each in kept.values()}
+        self._memory.remove_all_but(self.files | other.files)
+        for use, array in theirs.items():
+            if use not in kept:
+                kept[use] = self._allocated(array.shape, array.dtype)
+            kept[use][:] = array
+        self._use(other.specs, kept)
 
-    def load(self, tables: NDArray[Any]) -> None:
-        """Use the arrays of a description."""
-        specs = [layout.spec_of(each) for each in tables]
-        for each, spec in zip(tables, specs, strict=True):
-            rows = self._opened(each["file"], (spec.rows, spec.dim), spec.dtype)
-            there = self._opened(each["there"], (spec.rows, 1), np.bool_)[:, 0]
-            self.by_number[spec.name] = NumberedTable(rows, there)
+    def load(self, tables: NDArray[Any], *, is_whole: bool) -> None:
+        """Use the arrays of a description, or of a torn side those that are left: to write into, not to read."""
+        left = self._memory.numbers() | {0}
+        described = [each for each in tables if is_whole or {int(each[file]) for file in layout.FILES} <= left]
+        specs, arrays = [layout.spec_of(each) for each in described], dict[tuple[str, str], NDArray[Any]]()
+        for each, spec in zip(described, specs, strict=True):
+            arrays[spec.name, "rows"] = self._opened(each["file"], (spec.rows, spec.dim), spec.dtype)
+            arrays[spec.name, "there"] = self._opened(each["there"], (spec.rows, 1), np.bool_)
             if each["index_slots"]:
-                slots = self._opened(each["index"], (int(each["index_slots"]), 2), np.int64)
-                self.indices[spec.name] = KeyIndex.of(slots, self._allocated)
-        self._show(specs)
+                arrays[spec.name, "index"] = self._opened(each["index"], (int(each["index_slots"]), 2), np.int64)
+        self._use(specs, arrays)
 
     def _opened(self, file: Any, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
-        array = self._memory.open(int(file), shape, dtype)
+        array = self._memory.array(int(file), shape, dtype)
         self._files[_address(array)] = int(file)
         return array
 
-    def _show(self, specs: Sequence[TableSpec]) -> None:
+    def arrays(self) -> dict[tuple[str, str], NDArray[Any]]:
+        """All arrays, two-dimensional, by table and use: "rows", "there" or "index"."""
+        arrays = dict[tuple[str, str], NDArray[Any]]()
+        for name, table in self.by_number.items():
+            arrays[name, "rows"], arrays[name, "there"] = table.rows, table.there[:, None]
+        arrays.update({(name, "index"): index.slots for name, index in self.indices.items()})
+        return arrays
+
+    def _use(self, specs: Sequence[TableSpec], arrays: Mapping[tuple[str, str], NDArray[Any]]) -> None:
         self.specs = specs
         self.tables.clear()
-        for name, table in self.by_number.items():
-            self.tables[name] = KeyedRows(self.indices.get(name, RowNumbers(table.there)), table.rows)
+        self.by_number, self.indices = {}, {}
+        for name in [spec.name for spec in specs]:
+            table = NumberedTable(arrays[name, "rows"], arrays[name, "there"][:, 0])
+            self.by_number[name] = table
+            places: Places = RowNumbers(table.there)
+            if (slots := arrays.get((name, "index"))) is not None:
+                places = self.indices[name] = KeyIndex.of(slots, self._allocated)
+            self.tables[name] = KeyedRows(places, table.rows)
 
     def describe(self) -> NDArray[Any]:
         """The description of its tables."""
@@ -401,11 +520,9 @@ class _SharedCopy(KeyedCopy):
     def _file_of(self, array: NDArray[Any]) -> int:
         return self._files[_address(array)]
 
-    def forget_others(self) -> None:
-        """Forget the arrays that no table uses any more."""
-        arrays = [each for table in self.by_number.values() for each in (table.rows, table.there)]
-        arrays += [each.slots for each in self.indices.values()]
-        self._files = {_address(each): self._file_of(each) for each in arrays}
+    def forget_unused(self) -> None:
+        """Forget the files of arrays that no table uses any more."""
+        self._files = {_address(each): self._file_of(each) for each in self.arrays().values()}
 
     @property
     def files(self) -> set[int]:
@@ -421,14 +538,15 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         self._shown, self._tables = side_of(memory.control, number)
         copy, shown = _SharedCopy(memory), self._shown[0]
         reading = KeyedReading(tables=copy.tables)
-        if self.is_whole and shown["version"]:
-            copy.load(self._tables[: int(shown["tables"])])
+        copy.load(self._tables[: int(shown["tables"])], is_whole=self._is_whole)
+        if self._is_whole and shown["version"]:
             reading = replace(reading, **layout.reading_of(self._shown))
         super().__init__(copy, reading)
+        self.unfinished = "" if self._is_whole else "part of a release"
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it was not being written when its last mirror ended."""
+    def _is_whole(self) -> bool:
+        """Whether it is not being written, and its last mirror was not killed meanwhile."""
         return int(self._shown["sequence"][0]) % 2 == 0
 
     def write(self, write: Callable[[], Written | None], release: Release) -> Written | None:
@@ -442,7 +560,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
     def begin(self) -> None:
         """Wait for the readers of this side, and say that it is being written."""
         self._memory.wait_for_readers(self._number)
-        if self.is_whole:
+        if self._is_whole:
             self._shown["sequence"][0] += 1
         fence()
 
@@ -450,15 +568,20 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         """Describe the tables and the version, and say that the side is whole."""
         self.reading = reading
         described, shown = self.copy.describe(), self._shown
-        self._tables[: len(described)] = described
-        shown["tables"], shown["version"] = len(described), reading.version
+        if described.tobytes() != self._tables[: int(shown["tables"][0])].tobytes():
+            shown["tables"] = 0  # If the mirror is killed here, the next one does not use a torn description.
+            fence()
+            self._tables[: len(described)] = described
+            fence()
+            shown["tables"] = len(described)
+        shown["version"] = reading.version
         shown["number"], shown["seal"] = reading.position.number, reading.position.seal
         shown["history"], shown["kept"] = reading.position.history.encode(), reading.kept.encode()
         shown["step"], shown["step_end_unix_ns"] = reading.step or 0, reading.step_end_unix_ns or 0
         shown["event_time_unix_ns"] = reading.event_time_unix_ns or 0
         fence()
         shown["sequence"] += 1
-        self.copy.forget_others()
+        self.unfinished = ""
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -50,11 +50,11 @@ class KeyIndex(KeySlots):
     At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
     """
 
-    def __init__(self, allocate: Allocate = np.zeros) -> None:
-        """Start without keys. `allocate` makes the array of slots, and later larger ones."""
+    def __init__(self, allocate: Allocate = np.zeros, keys: int = 0) -> None:
+        """Start empty, with room for `keys`. `allocate` makes the array of slots, and later larger ones."""
         self._allocate = allocate
         self._keys = self._used = 0
-        self._clear(_FIRST_SLOTS)
+        self._make_slots(keys)
         self._compile()
 
     @classmethod
@@ -78,7 +78,9 @@ class KeyIndex(KeySlots):
     def put(self, keys: Ids, places: Ids) -> None:
         """Add or change the places [n] of keys [n]. If a key appears several times, the last one counts."""
         if not self._fits(len(keys)):
-            self._fill(self.items(), len(keys))
+            items = self.items()
+            self._make_slots(len(self) + len(keys))
+            self.put(*items)
         added, used = key_kernels.put(self.slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
         self._keys, self._used = self._keys + added, self._used + used
 
@@ -86,26 +88,30 @@ class KeyIndex(KeySlots):
         """Remove keys ([n]); missing keys are ignored."""
         self._keys -= key_kernels.remove(self.slots, np.ascontiguousarray(keys))
 
-    def with_room(self, keys: int) -> "KeyIndex":
-        """This index if it has room for this number of new keys, else a larger copy."""
-        if self._fits(keys):
+    def with_room(self, keys: int, *, cleared: bool = False) -> "KeyIndex":
+        """This index if it has room for this number of new keys, else a larger copy.
+
+        With `cleared`, leave out the present keys: call `clear` before you add the new ones.
+        """
+        if 2 * keys <= len(self.slots) if cleared else self._fits(keys):
             return self
-        larger = KeyIndex(self._allocate)
-        larger._fill(self.items(), keys)
+        larger = KeyIndex(self._allocate, keys if cleared else len(self) + keys)
+        if not cleared:
+            larger.put(*self.items())
         return larger
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self.slots[:, 1] = key_kernels.EMPTY
+        self._keys = self._used = 0
 
     def _fits(self, keys: int) -> bool:
         return 2 * (self._used + keys) <= len(self.slots)
 
-    def _fill(self, items: tuple[Ids, Ids], more: int) -> None:
-        """Rebuild with these keys, and enough slots that they and `more` keys fill at most a third."""
-        self._clear(max(_FIRST_SLOTS, 1 << (3 * (len(items[0]) + more)).bit_length()))
-        self.put(*items)
-
-    def _clear(self, slots: int) -> None:
-        self.slots = self._allocate((slots, 2), np.int64)
-        self.slots[:, 1] = key_kernels.EMPTY
-        self._keys = self._used = 0
+    def _make_slots(self, keys: int) -> None:
+        """Start again without keys, and with enough slots that this number of keys fills at most a third."""
+        self.slots = self._allocate((max(_FIRST_SLOTS, 1 << (3 * keys).bit_length()), 2), np.int64)
+        self.clear()
 
 
 class KeyedRows:

@@ -35,7 +35,7 @@ class KeyedTarget(LocalTarget["KeyedCopy", "KeyedReading"]):
         Raises:
             InvalidInput: `reads` is not "pause" or "copies".
         """
-        copies = [KeyedCopy() for _ in range(number_of_copies(reads))]
+        copies = [KeyedCopy(in_place=reads == "copies") for _ in range(number_of_copies(reads))]
         super().__init__(reads, [Side(each, KeyedReading(tables=each.tables)) for each in copies])
 
 
@@ -59,24 +59,34 @@ class KeyedCopy:
         indices: the rows by raw id, of each table with a map, by the table's name.
     """
 
-    def __init__(self, allocate: Allocate = np.zeros) -> None:
-        """Start with no tables; `allocate` makes their arrays."""
+    def __init__(self, allocate: Allocate = np.zeros, *, in_place: bool = False) -> None:
+        """Start with no tables.
+
+        Args:
+            allocate: makes their arrays.
+            in_place: whether to write all rows of a table into its current arrays, because no reader waits
+                meanwhile. Otherwise new arrays are filled before readers have to wait.
+        """
         self._allocate = allocate
+        self._in_place = in_place
         self.tables: dict[str, KeyedRows] = {}
         self.by_number: dict[str, NumberedTable] = {}
         self.indices: dict[str, KeyIndex] = {}
 
     def stage(self, release: Release) -> Callable[[], Written]:
-        """See `Copy`.
+        """See `Copy`. New arrays are filled at once, since they have no readers yet.
 
         Raises:
             Contradiction: two rows would get the same raw id, or a row id is outside of its table; nothing was
                 written.
         """
-        by_number = {table.name: self._with_room(table, self._kept(table, release)) for table in release.tables}
+        by_number = {table.name: self._numbered(table, release) for table in release.tables}
         puts = [by_number[rows.table.name].stage(rows) for rows in release.rows]
         digests: list[RowDigests | None] = [None] * len(puts)
         fresh = {name for name, table in by_number.items() if table is not self.by_number.get(name)}
+        reset = [
+            by_number[table.name] for table in release.tables if release.resets(table) and table.name not in fresh
+        ]
         maps = maps_of(release.tables)
         changes = {
             table.name: self._change(table, maps[table.name], by_number[table.name].there, release)
@@ -99,6 +109,9 @@ class KeyedCopy:
                     change.make()
 
         def write() -> Written:
+            for table in reset:
+                table.rows.fill(0)
+                table.there.fill(False)
             put(unread=False)
             self.by_number, self.indices = by_number, indices
             for name in before.keys() - tables.keys():
@@ -106,7 +119,7 @@ class KeyedCopy:
             self.tables.update(tables)
             return Written(digests)
 
-        put(unread=True)  # Write new arrays now, since they have no readers yet.
+        put(unread=True)
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
@@ -124,28 +137,34 @@ class KeyedCopy:
         return here if here and (here.rows.shape[1], here.rows.dtype) == (table.dim, table.dtype) else None
 
     def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> "_IndexChange":
-        """The changes of a table's index, or of a new index if the table or its map is reset."""
-        stays = all(self._kept(each, release) for each in (table, id_map))
-        index = self.indices.get(table.name) if stays else None
+        """The changes of a table's index, which starts empty if the table or its map is reset."""
+        index = self.indices.get(table.name)
+        goes_on = index is not None and all(self._kept(each, release) for each in (table, id_map))
         rows = [rows for rows in release.rows if rows.table.name == table.name]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
         before = self._kept(id_map, release)
-        touched = np.arange(id_map.rows) if index is None else ids_of(rows)
+        touched = ids_of(rows) if goes_on else np.arange(id_map.rows)
         change = RawIdChange.of(touched, entries, lambda rows: _entries(before, rows))
-        if index is not None:
+        if release.resets(table):
+            there = np.zeros_like(there)
+        if index is not None and goes_on:
             _check_others(id_map.name, index, change)
-        goes_on = index is not None  # Even without keys, which makes it false.
-        return _index_change(KeyIndex(self._allocate) if index is None else index, goes_on, change, there, rows)
+        elif index is None or not self._in_place:
+            index = KeyIndex(self._allocate)
+        return _index_change(index, goes_on, change, there, rows)
 
-    def _with_room(self, table: TableSpec, current: "NumberedTable | None") -> "NumberedTable":
-        """A table with the rows of `current` and room for all others."""
-        if current and len(current.rows) >= table.rows:
+    def _numbered(self, table: TableSpec, release: Release) -> "NumberedTable":
+        """The arrays for a table: the current ones, or new ones with the rows that it keeps."""
+        current, kept = self._of(table), self._kept(table, release)
+        if kept and len(kept.rows) >= table.rows:
+            return kept
+        if self._in_place and current and not kept and len(current.rows) == table.rows:
             return current
         rows = self._allocate((table.rows, table.dim), table.dtype)
-        larger = NumberedTable(rows, self._allocate((table.rows, 1), np.bool_)[:, 0])
-        if current:
-            larger.rows[: len(current.rows)], larger.there[: len(current.there)] = current.rows, current.there
-        return larger
+        new = NumberedTable(rows, self._allocate((table.rows, 1), np.bool_)[:, 0])
+        if kept:
+            new.rows[: len(kept.rows)], new.there[: len(kept.there)] = kept.rows, kept.there
+        return new
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,14 +210,17 @@ class RowNumbers:
 
 @dataclass(frozen=True, eq=False)
 class _IndexChange:
-    """A release's changes of an index: keys to remove, and keys to add with their rows."""
+    """A release's changes of an index: keys to remove, or all of them, and keys to add with their rows."""
 
     index: KeyIndex
+    clears: bool
     erased: Ids
     keys: Ids
     rows: Ids
 
     def make(self) -> None:
+        if self.clears:
+            self.index.clear()
         self.index.remove(self.erased)
         self.index.put(self.keys, self.rows)
 
@@ -206,8 +228,9 @@ class _IndexChange:
 def _index_change(
     index: KeyIndex, goes_on: bool, change: "RawIdChange", there: Mask, rows: Sequence[RowBatch]
 ) -> _IndexChange:
-    """The changes of an index, which is new unless it `goes_on`. `there` is a mask of the existing rows before the
-    release's `rows`.
+    """The changes of an index, which starts empty unless it `goes_on`.
+
+    `there` is a mask of the existing rows before the release's `rows`.
     """
     before, after = there[change.rows], there[change.rows]
     for each in rows:
@@ -218,7 +241,9 @@ def _index_change(
     erased, added = before & changed, after & changed
     keys = raw_ids_of(change.after[added])
     # A larger index is built here, before readers have to wait.
-    return _IndexChange(index.with_room(len(keys)), raw_ids_of(change.before[erased]), keys, change.rows[added])
+    room = index.with_room(len(keys), cleared=not goes_on)
+    clears = room is index and not goes_on
+    return _IndexChange(room, clears, raw_ids_of(change.before[erased]), keys, change.rows[added])
 
 
 def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
