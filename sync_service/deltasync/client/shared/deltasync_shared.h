@@ -87,7 +87,7 @@ DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, side, 0); DELTASYNC__AT(entry, 
 #define DELTASYNC__CONTROL_BYTES (sizeof(deltasync__header) + 2 * DELTASYNC__SIDE_BYTES)
 enum { DELTASYNC_OK, DELTASYNC_NO_MIRROR, DELTASYNC_FOREIGN, DELTASYNC_LAYOUT, DELTASYNC_SYSTEM,
        DELTASYNC_NO_RELEASE, DELTASYNC_NO_TABLE, DELTASYNC_ROW_BYTES, DELTASYNC_NEGATIVE, DELTASYNC_BUSY,
-       DELTASYNC_TORN, DELTASYNC_READERS, DELTASYNC_PINNED };
+       DELTASYNC_TORN, DELTASYNC_READERS, DELTASYNC_PINNED, DELTASYNC_REMOVED };
 /* A table. `dtype` is NumPy's, such as "<f4". If `value_type` is not 0, rows are encoded. The pointers are NULL
  * unless a version is pinned: rows of `row_bytes`, a byte for each row that says whether it exists, and the index
  * of raw ids, if any. */
@@ -104,7 +104,8 @@ typedef struct {
     size_t bytes[3];
 } deltasync__mapped;
 typedef struct {
-    char folder[4000];
+    int folder; /* A descriptor: another mirror in a folder of this name would have files of the same names. */
+    ino_t control; /* of the file `control` in it */
     const deltasync__header *header;
     const deltasync__side *sides[2];
     deltasync__mapped *tables[2]; /* of each side, as at the sequence number `known`, 1 before the first time */
@@ -123,7 +124,8 @@ DELTASYNC_API const char *deltasync_text(int code) {
         "the table's rows have another size", "row numbers start at 0",
         "the mirror writes faster than this process can read; try again",
         "the mirror wrote over the rows, because they were read for longer than its limit: do not use them",
-        "too many readers of whole versions", "this reader has pinned a version already, or none"};
+        "too many readers of whole versions", "this reader has pinned a version already, or none in this process",
+        "the mirror's folder was removed: attach again when there is a new one"};
     return code >= 0 && (size_t)code < sizeof texts / sizeof *texts ? texts[code] : "unknown code";
 }
 static inline uint64_t deltasync__load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
@@ -138,14 +140,18 @@ static inline int deltasync__again(int tries) {
     if (tries > 64) nanosleep(&pause, NULL);
     return tries < 10000;
 }
-static inline void *deltasync__map(const deltasync_reader *reader, const char *file, size_t *bytes) {
-    char path[4096];
+/* Whether the mirror's folder was removed or replaced: attach again, because no new versions come. */
+DELTASYNC_API int deltasync_is_removed(const deltasync_reader *reader) {
     struct stat about;
-    snprintf(path, sizeof path, "%s/%s", reader->folder, file);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    return fstatat(reader->folder, "control", &about, 0) || about.st_ino != reader->control;
+}
+static inline void *deltasync__map(const deltasync_reader *reader, const char *file, size_t *bytes) {
+    struct stat about;
+    void *memory = MAP_FAILED;
+    int fd = openat(reader->folder, file, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return NULL;
-    *bytes = fstat(fd, &about) ? 0 : (size_t)about.st_size;
-    void *memory = mmap(NULL, *bytes, PROT_READ, MAP_SHARED, fd, 0);
+    if (!fstat(fd, &about) && !deltasync_is_removed(reader)) /* A file that was opened before is not of another. */
+        memory = mmap(NULL, *bytes = (size_t)about.st_size, PROT_READ, MAP_SHARED, fd, 0);
     close(fd);
     return memory == MAP_FAILED ? NULL : memory;
 }
@@ -158,29 +164,31 @@ static inline void deltasync__forget(deltasync__mapped *tables, uint64_t count) 
 DELTASYNC_API void deltasync_detach(deltasync_reader *reader) {
     for (int side = 0; side < 2; side++) deltasync__forget(reader->tables[side], reader->counts[side]);
     if (reader->readers >= 0) close(reader->readers);
+    if (reader->folder >= 0) close(reader->folder);
     if (reader->header) munmap((void *)(uintptr_t)reader->header, DELTASYNC__CONTROL_BYTES);
     free(reader);
 }
 /* Attach to a mirror by its name, or by the path of its folder, with a slash. The mirror need not run. */
 DELTASYNC_API int deltasync_attach(deltasync_reader **attached, const char *name) {
     deltasync_reader *reader = (deltasync_reader *)calloc(1, sizeof *reader);
+    char path[4096], *control = NULL;
+    struct stat about;
     size_t bytes = 0;
     *attached = NULL;
     if (!reader) return DELTASYNC_SYSTEM;
     reader->readers = -1;
-    snprintf(reader->folder, sizeof reader->folder, strchr(name, '/') ? "%s" : "/dev/shm/deltasync-%s", name);
-    char *control = (char *)deltasync__map(reader, "control", &bytes);
+    snprintf(path, sizeof path, strchr(name, '/') ? "%s" : "/dev/shm/deltasync-%s", name);
+    reader->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (reader->folder >= 0 && !fstatat(reader->folder, "control", &about, 0))
+        reader->control = about.st_ino, control = (char *)deltasync__map(reader, "control", &bytes);
     int code = control || errno == EINVAL ? DELTASYNC_FOREIGN : DELTASYNC_SYSTEM; /* EINVAL: an empty file. */
     if (!control && errno == ENOENT) code = DELTASYNC_NO_MIRROR;
     int is_ours = control && bytes >= sizeof *reader->header && !memcmp(control, DELTASYNC_MAGIC, 8);
     if (is_ours && ((const deltasync__header *)control)->layout != DELTASYNC_VERSION) code = DELTASYNC_LAYOUT;
     if (is_ours && code == DELTASYNC_FOREIGN && bytes == DELTASYNC__CONTROL_BYTES) {
         reader->header = (const deltasync__header *)control;
-        for (size_t side = 0; side < 2; side++) {
-            control = (char *)(uintptr_t)reader->header + sizeof *reader->header + side * DELTASYNC__SIDE_BYTES;
-            reader->sides[side] = (const deltasync__side *)control;
-            reader->known[side] = 1;
-        }
+        for (size_t side = 0, at = sizeof *reader->header; side < 2; side++, at += DELTASYNC__SIDE_BYTES)
+            reader->sides[side] = (const deltasync__side *)(control + at), reader->known[side] = 1;
         *attached = reader;
         return DELTASYNC_OK;
     }
@@ -199,10 +207,7 @@ static inline int deltasync__learn(deltasync_reader *reader, int side, uint64_t 
     if (!tables) return DELTASYNC_SYSTEM;
     for (uint64_t at = 0; at < count; at++) tables[at].shown = ((const deltasync__table *)(shown + 1))[at];
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    if (deltasync__load(&shown->sequence) != sequence) {
-        free(tables);
-        return DELTASYNC_BUSY;
-    }
+    if (deltasync__load(&shown->sequence) != sequence) return free(tables), DELTASYNC_BUSY;
     for (uint64_t at = 0; at < 3 * count; at++) {
         deltasync__mapped *table = &tables[at / 3];
         for (uint64_t tried = 0; tried < old_count; tried++) {
@@ -232,7 +237,7 @@ static inline int deltasync__find(deltasync_reader *reader, int side, uint64_t s
         char file[17];
         snprintf(file, sizeof file, "%llx", (unsigned long long)(&shown->file)[kind]);
         if (!table->memory[kind]) table->memory[kind] = deltasync__map(reader, file, &table->bytes[kind]);
-        if (!table->memory[kind]) return DELTASYNC_SYSTEM;
+        if (!table->memory[kind]) return deltasync_is_removed(reader) ? DELTASYNC_REMOVED : DELTASYNC_SYSTEM;
         if (table->bytes[kind] < needed[kind]) return DELTASYNC_FOREIGN;
     }
     snprintf(found->dtype, sizeof found->dtype, "%.8s", shown->dtype);
@@ -333,7 +338,7 @@ DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reaso
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!(sequence & 1) && deltasync__load(&header->state_sequence) == sequence) break;
     }
-    if (!is_alive) snprintf(reason, bytes, "its mirror has stopped or hangs");
+    if (!is_alive) snprintf(reason, bytes, "its mirror has stopped or hangs, or its folder was removed");
     return is_ready;
 }
 static inline int deltasync__enter(const deltasync_reader *reader, uint64_t side) {
@@ -345,9 +350,8 @@ static inline int deltasync__own(deltasync_reader *reader) {
     struct flock lock;
     if (reader->pid == getpid()) return DELTASYNC_OK; /* A forked process needs an entry of its own. */
     if (reader->readers >= 0) close(reader->readers);
-    snprintf(path, sizeof path, "%s/readers", reader->folder);
-    reader->readers = open(path, O_RDWR | O_CLOEXEC);
-    if (reader->readers < 0) return DELTASYNC_SYSTEM;
+    reader->readers = openat(reader->folder, "readers", O_RDWR | O_CLOEXEC);
+    if (reader->readers < 0) return deltasync_is_removed(reader) ? DELTASYNC_REMOVED : DELTASYNC_SYSTEM;
     memset(&lock, 0, sizeof lock);
     lock.l_type = F_WRLCK, lock.l_whence = SEEK_SET, lock.l_len = 1;
     while (fcntl(reader->readers, F_OFD_SETLK, &lock))
@@ -358,11 +362,10 @@ static inline int deltasync__own(deltasync_reader *reader) {
 /* Release the pinned version, after use. If this returns DELTASYNC_TORN, do not use what you calculated from the
  * rows: the mirror did not wait any longer. */
 DELTASYNC_API int deltasync_release(deltasync_reader *reader) {
-    if (!reader->pinned) return DELTASYNC_PINNED;
+    if (!reader->pinned || reader->pid != getpid()) return DELTASYNC_PINNED; /* A forked process has no pin. */
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     int is_torn = deltasync__load(&reader->sides[reader->pinned - 1]->sequence) != reader->sequence;
-    reader->pinned = 0;
-    deltasync__enter(reader, 0);
+    deltasync__enter(reader, reader->pinned = 0);
     return is_torn ? DELTASYNC_TORN : DELTASYNC_OK;
 }
 /* Pin the version that is served now. Until it is released, this reader finds and looks up only that one. The
