@@ -17,7 +17,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
-from deltasync.log.records import pack_layout
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
 from deltasync.views.log import ViewLog
@@ -107,7 +107,7 @@ class LocalModel:
             pack_layout([table.spec for table in self.model.tables], shards), shards, version
         )
         for slot, batch in enumerate(rows):
-            store.append(version, 0, slot, slot, batch, layout.number)
+            store.append(version, 0, slot, pack_rows(slot, batch, layout.number))
         seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
         return replace(seal, rows=sum(map(len, rows))).after(self.model.seals.newest)
 

@@ -19,7 +19,7 @@ from deltasync.cuts.admission import Continuation, Run, continues, may_go_on
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
 from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
 from deltasync.log.log_store import LogFull, WriteQueue
-from deltasync.log.records import pack_layout, packed_bytes
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import (
     event_time_from_message,
@@ -276,11 +276,12 @@ class PublishSession:
         part.add(slot, batch)
         part.note_norms(batch.table.name, norms)
         open_cut.cut.keep(part, batch)
-        size = packed_bytes(batch)
+        record = pack_rows(slot, batch, part.layout)
+        size = sum(map(len, record))
         part.log_bytes += size
         self.coordinator.check_room(open_cut)
         version = open_cut.cut.version
-        appended = self._model.store.append(version, self.rank, part.records, slot, batch, part.layout)
+        appended = self._model.store.append(version, self.rank, part.records, record)
         part.records += 1
         self._unwritten.add(appended, size)
         # Last, because another stream may begin the part anew during this wait.

@@ -21,7 +21,7 @@ from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.log.records import pack_layout
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
 
@@ -65,7 +65,7 @@ class Play:
         layout = pack_layout([table.spec for table in self.plain.values()], shards)
         use = self.model.store.use_layout(layout, shards, version)
         for index, batch in enumerate(batches):
-            self.model.store.append(version, 0, index, index, batch, use.number)
+            self.model.store.append(version, 0, index, pack_rows(index, batch, use.number))
         names = tuple(self.plain) if whole else ()
         seal = replace(sealed(version, world_size=1), rows=sum(map(len, batches)), whole=names)
         seal = seal.after(self.model.seals.newest)
