@@ -268,17 +268,16 @@ class PublishSession:
         batch.check_digests()
         batch = encoded(batch.digested())
         norms = self.coordinator.sealer.guard.look(batch)
-        if norms.excess and not self.coordinator.sealer.guard.quarantines:
+        if norms and norms.excess and not self.coordinator.sealer.guard.quarantines:
             raise InvalidInput(f"{norms.excess}; the cut of step {step} is refused")
         if self._sealed_before(step) or self._closed_before(step):
             return
         open_cut, part = self._part_of(step)
-        part.add(slot, batch)
-        part.note_norms(batch.table.name, norms)
-        open_cut.cut.keep(part, batch)
         record = pack_rows(slot, batch, part.layout)
         size = sum(map(len, record))
-        part.log_bytes += size
+        open_cut.cut.add(part, slot, batch, size)
+        if norms:
+            part.note_norms(batch.table.name, norms)
         self.coordinator.check_room(open_cut)
         version = open_cut.cut.version
         appended = self._model.store.append(version, self.rank, part.records, record)
@@ -369,13 +368,19 @@ class PublishSession:
             decision = self.decision
             missing = self._missing(decision.since)
             open_cut.cut.announce(self.tables)
-            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not decision.yes, missing=missing)
-            self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
             self._unwritten.add(dropped, 0)
             self._unwritten.add(layout.written, 0)
-            part.layout, part.log_bytes = layout.number, layout.log_bytes
+            part = open_cut.cut.begin(
+                self.rank,
+                self._shards,
+                must_be_full=not decision.yes,
+                missing=missing,
+                layout=layout.number,
+                log_bytes=layout.log_bytes,
+            )
+            self._part = (open_cut, part)
         return self._part
 
     def _missing(self, since: int | None) -> MissingRows | None:
