@@ -173,24 +173,29 @@ class AppliedTables:
         self._seal = seal
         self._partly = False
 
-    def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+    def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> int:
         """Apply a cut from `rows`, or from the log if they are None. Applying it again changes nothing.
+
+        Returns:
+            The number of rows that do not match their digests.
 
         Raises:
             StorageFailed: the log cannot be read, or its records of the cut are damaged.
         """
+        wrong = 0
         # The log may have rows of a table that was removed later, and whose name a new table now has.
         by_name = {table.spec.name: table for table in self if table.removed_before < seal.version}
         for batch in self._store.rows(seal) if rows is None else rows:
             if table := by_name.get(batch.table.name):
                 self._partly = True
-                table.apply(batch, seal.version)
+                wrong += table.apply(batch, seal.version)
         for name in seal.whole:  # A full cut deletes the rows that it does not contain.
             if table := by_name.get(name):
                 self._partly = True
                 unnamed = table.not_stamped(seal.version)
                 table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
         self.begin_at(seal)
+        return wrong
 
     # Adding and removing tables.
 

@@ -169,12 +169,7 @@ class Model:
         Returns:
             A future for `apply_cut`.
         """
-        prepared = self._thread.submit(self._prepared, seal, rows)  # Meanwhile the log waits for its disk.
-
-        def apply() -> FrozenRelease | None:
-            return self._apply_and_release(seal, rows, prepared.result())
-
-        return after(sealed, self._thread, apply)
+        return after(sealed, self._thread, partial(self._apply_and_release, seal, rows))
 
     async def apply_cut(
         self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
@@ -198,23 +193,19 @@ class Model:
         self.releases.have(release, seal.version)
         self.signal.wake()
 
-    def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        """Encode a cut's messages for up-to-date replicas, if its rows can be sent as they arrived.
+    def _apply_and_release(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
+        """Apply a cut, and make the release of its rows for up-to-date replicas, if they can have them as they
+        arrived.
 
-        `Releases.completed` adds what is known only after the cut is applied.
+        Bits of rows may have changed in memory since they arrived. Replicas would always refuse such rows, so they
+        get rows from the tables instead, which are checked while they are read.
         """
-        if rows is None or seal.whole or not self.releases.followed:
+        slots = {table.spec.name: slot for slot, table in enumerate(self.tables)}
+        combined = None if rows is None else cut_rows(rows, slots)
+        wrong = self.tables.apply(seal, rows if combined is None else [batch for _, batch in combined])
+        if combined is None or wrong or seal.whole or not self.releases.followed:
             return None
-        changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self.releases.prepared(changed)
-
-    def _apply_and_release(
-        self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
-    ) -> FrozenRelease | None:
-        """Apply a cut, and complete its prepared release."""
-        prepared = prepared or self._prepared(seal, rows)
-        self.tables.apply(seal, rows)
-        return prepared and self.releases.completed(prepared, list(self.tables), Head.of(seal))
+        return self.releases.of_cut(combined, list(self.tables), Head.of(seal))
 
     # The interface `Feed`.
 
