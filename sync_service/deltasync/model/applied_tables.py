@@ -432,11 +432,12 @@ def _meet(some: Sequence[RowBatch], others: Sequence[RowBatch]) -> bool:
 
 def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
     """Batches of a table with small ones combined, because each message has a cost and there may be many ranks."""
-    together: list[RowBatch] = []
+    together, size = list[RowBatch](), 0
     for batch in batches:
-        if together and sum(each.message_bytes for each in together) + batch.message_bytes > CHUNK_BYTES:
+        size += batch.message_bytes
+        if together and size > CHUNK_BYTES:
             yield together
-            together = []
+            together, size = [], batch.message_bytes
         together.append(batch)
     if together:
         yield together
