@@ -11,6 +11,7 @@ from tests.support.seals import sealed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.cut_times import CutTimes
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
@@ -95,8 +96,7 @@ class LocalModel:
         """
         seal = self.seal_of_cut(rows, whole, resync=resync)
         self.model.store.seal(seal).result()
-        self.model.seals.append(seal)
-        self.model.tables.published |= {table.spec.name: table.spec.rows for table in self.model.tables}
+        self.model.note_sealed(CutTimes(seal, 0), [table.spec for table in self.model.tables])
         await self.model.apply_cut(seal, rows)
 
     def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:

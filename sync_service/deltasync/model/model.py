@@ -11,7 +11,7 @@ the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -25,13 +25,14 @@ from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
-from deltasync.core.cut_times import RecentCuts
+from deltasync.core.cut_times import CutTimes, RecentCuts
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
 from deltasync.core.table_form import TableForm
 from deltasync.core.table_memory import RAM, TableMemory
+from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
@@ -171,6 +172,12 @@ class Model:
         """
         return after(sealed, self._thread, partial(self._apply_and_release, seal, rows))
 
+    def note_sealed(self, cut: CutTimes, tables: Iterable[TableSpec]) -> None:
+        """Record that a cut is durable. From now on, all rows of its `tables` are published."""
+        self.seals.append(cut.seal)
+        self.recent.add(cut)
+        self.tables.published |= {table.name: table.rows for table in tables}
+
     async def apply_cut(
         self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
     ) -> None:
@@ -189,6 +196,8 @@ class Model:
         except StorageFailed as error:  # The log's records of the cut are damaged for good.
             self.tables.note_damage(error)
             raise
+        self.failure = ""
+        self.recent.note_applied(seal.version)
         self.head = Head.of(seal)
         self.releases.have(release, seal.version)
         self.signal.wake()

@@ -18,6 +18,7 @@ from tests.support.seals import sealed
 from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.cut_times import CutTimes
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
@@ -70,8 +71,7 @@ class Play:
         seal = replace(sealed(version, world_size=1), rows=sum(map(len, batches)), whole=names)
         seal = seal.after(self.model.seals.newest)
         self.model.store.seal(seal).result(20)
-        self.model.seals.append(seal)
-        self.model.tables.published |= {name: plain.spec.rows for name, plain in self.plain.items()}
+        self.model.note_sealed(CutTimes(seal, 0), [plain.spec for plain in self.plain.values()])
         await self.model.apply_cut(seal, batches if seed % 2 else None)
         self._expect(batches, version, names)
 
