@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deltasync.base.errors import Damaged, InvalidInput
-from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.tables import ID_TYPE, Shard, TableSpec
-from deltasync.kernels import dirty_rows
+from deltasync.core.digests import RowDigests, row_digests, words_of
+from deltasync.core.tables import ID_TYPE, VALUE_TYPES, Shard, TableSpec
+from deltasync.kernels import dirty_rows, floats
 
 # Rows are processed in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
@@ -168,14 +168,21 @@ class RowBatch:
             )
 
     def _check_finite(self) -> None:
-        finite = np.isfinite(self.values)
-        if not finite.all():
-            row, column = (int(i) for i in np.argwhere(~finite)[0])
+        if not _all_finite(self.values):
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(self.values))[0])
             where = f"row {int(self.ids[row])} holds {self.values[row, column]} in column"
             raise InvalidInput(
                 f"table {self.shard.table.name!r}: {where} {self.shard.col_offset + column}; "
                 "NaN and infinity cannot be published"
             )
+
+
+def _all_finite(values: Values) -> bool:
+    if values.dtype not in VALUE_TYPES:
+        return bool(np.isfinite(values).all())
+    # NumPy would make a mask, and convert every fp16 number first.
+    (infinity,) = words_of(np.array([np.inf], values.dtype))
+    return bool(floats.all_finite(words_of(values).reshape(-1), infinity))
 
 
 T = TypeVar("T", bound=np.generic)
