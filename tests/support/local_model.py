@@ -11,13 +11,14 @@ from tests.support.seals import sealed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.cut_times import CutTimes
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
-from deltasync.log.records import pack_layout
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
 from deltasync.views.log import ViewLog
@@ -95,8 +96,7 @@ class LocalModel:
         """
         seal = self.seal_of_cut(rows, whole, resync=resync)
         self.model.store.seal(seal).result()
-        self.model.seals.append(seal)
-        self.model.tables.published |= {table.spec.name: table.spec.rows for table in self.model.tables}
+        self.model.note_sealed(CutTimes(seal, 0), [table.spec for table in self.model.tables])
         await self.model.apply_cut(seal, rows)
 
     def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:
@@ -107,7 +107,7 @@ class LocalModel:
             pack_layout([table.spec for table in self.model.tables], shards), shards, version
         )
         for slot, batch in enumerate(rows):
-            store.append(version, 0, slot, slot, batch, layout.number)
+            store.append(version, 0, slot, pack_rows(slot, batch, layout.number))
         seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
         return replace(seal, rows=sum(map(len, rows))).after(self.model.seals.newest)
 

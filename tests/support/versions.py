@@ -18,7 +18,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
-from deltasync.log.records import pack_json, pack_layout
+from deltasync.log.records import pack_json, pack_layout, pack_rows
 from deltasync.model import model_store
 from deltasync.model.model_store import ModelStore
 
@@ -67,7 +67,7 @@ def _cut(store: ModelStore, seal: Seal) -> list[Future[None]]:
     rows = RowBatch(SHARD, np.array([seal.version % TABLE.rows]), np.ones((1, TABLE.dim), np.float32)).digested()
     store.drop_part(seal.version, 0)
     use = store.use_layout(layout, [SHARD], seal.version)
-    return [store.append(seal.version, 0, 0, 0, rows, use.number), store.seal(seal)]
+    return [store.append(seal.version, 0, 0, pack_rows(0, rows, use.number)), store.seal(seal)]
 
 
 def _seal(version: int, run: str) -> Seal:

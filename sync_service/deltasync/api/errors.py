@@ -9,7 +9,6 @@ import grpc.aio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from google.protobuf.message import DecodeError
 from starlette.exceptions import HTTPException
 
 from deltasync.access.roles import current_call, may_read
@@ -56,32 +55,6 @@ def as_stream(handler: Any, answer: Callable[..., Awaitable[None]]) -> Any:
     """Turn the handler of any kind of call into a streaming one, which receives messages on demand."""
     kinds = dict.fromkeys(("unary_unary", "unary_stream", "stream_unary"))
     return handler._replace(request_streaming=True, response_streaming=True, stream_stream=answer, **kinds)
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Answers undecodable bytes with InvalidInput, where gRPC would answer UNKNOWN with a traceback."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Replace the decoder of a handler."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        return handler._replace(request_deserializer=_decoder(handler.request_deserializer, handler_call_details))
-
-
-def _decoder(decode: Callable[[bytes], Any], details: grpc.HandlerCallDetails) -> Callable[[bytes], Any]:
-    def decoded(request: bytes) -> Any:
-        try:
-            return decode(request)
-        except DecodeError as error:
-            text = f"{details.method}: {len(request)} bytes are not a valid message of this method"
-            raise InvalidInput(text) from error
-
-    return decoded
 
 
 def _cut(text: str) -> str:

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltasync.access.limits import LimitOptions, Limits
 from deltasync.access.rights import Access
 from deltasync.access.tls import HANDSHAKE_SECONDS, CertificateFiles
-from deltasync.api.errors import ErrorInterceptor, abort, as_stream
+from deltasync.api.errors import abort, as_stream
 from deltasync.api.interceptor import AccessInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.base.addresses import with_port
-from deltasync.base.errors import DeltasyncError, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.waiting import Signal
 from deltasync.v1 import (
     publish_pb2,
@@ -40,8 +41,11 @@ def not_bound(option: str, host: str, port: int, error: OSError | None = None) -
 _PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
 
-class RowMessages(grpc.aio.ServerInterceptor):
-    """Lets handlers answer with encoded messages, and receive rows as views of the bytes."""
+class MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Lets handlers answer with encoded messages, and receive rows as views of the bytes.
+
+    It answers undecodable bytes with InvalidInput, where gRPC would answer UNKNOWN with a traceback.
+    """
 
     async def intercept_service(
         self,
@@ -49,10 +53,19 @@ class RowMessages(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Replace the decoder and encoder of a handler."""
-        handler = await continuation(handler_call_details)
-        if handler and handler_call_details.method == _PUBLISH:
-            handler = handler._replace(request_deserializer=read_request)
-        return handler and handler._replace(response_serializer=serialized)
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        decode = read_request if method == _PUBLISH else handler.request_deserializer
+
+        def decoded(request: bytes) -> Any:
+            try:
+                return decode(request)
+            except DecodeError as error:
+                text = f"{method}: {len(request)} bytes are not a valid message of this method"
+                raise InvalidInput(text) from error
+
+        return handler._replace(request_deserializer=decoded, response_serializer=serialized)
 
 
 # Prefix of our methods; health checks and reflection have their own protocol.
@@ -181,8 +194,7 @@ def bind_grpc(
         interceptors=[
             AccessInterceptor(access, limits),
             ProtocolInterceptor(),
-            ErrorInterceptor(),
-            RowMessages(),
+            MessageInterceptor(),
         ],
         options=[
             *_limit_options(limits.options),

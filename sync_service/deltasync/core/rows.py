@@ -1,6 +1,6 @@
 """Batches of rows, the type in which rows move everywhere, and the rules for senders."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deltasync.base.errors import Damaged, InvalidInput
-from deltasync.base.words import counted
-from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
-from deltasync.kernels import dirty_rows
+from deltasync.core.digests import RowDigests, row_digests, words_of
+from deltasync.core.tables import ID_TYPE, VALUE_TYPES, Shard, TableSpec
+from deltasync.kernels import dirty_rows, floats
 
 # Rows are processed in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
@@ -64,7 +63,7 @@ class RowBatch:
     encoded: memoryview | None = None
 
     @classmethod
-    def deletes(cls, shard: Shard, ids: ArrayLike) -> "RowBatch":
+    def deletes(cls, shard: Shard, ids: ArrayLike, encoded: memoryview | None = None) -> "RowBatch":
         """Make deletes for rows of a shard. Their zeros take no memory.
 
         Raises:
@@ -72,7 +71,7 @@ class RowBatch:
         """
         ids = row_ids(shard.table, ids)
         zeros = np.broadcast_to(np.zeros((), shard.table.dtype), (len(ids), shard.cols))
-        return cls(shard, ids, zeros, deleted=True)
+        return cls(shard, ids, zeros, deleted=True, encoded=encoded)
 
     @classmethod
     def of_table(cls, table: TableSpec, ids: ArrayLike, values: Values, norms: Norms | None = None) -> "RowBatch":
@@ -129,48 +128,6 @@ class RowBatch:
             return iter((self,))
         return (self[start : start + rows] for start in range(0, len(self), rows))
 
-    @classmethod
-    def from_bytes(
-        cls,
-        shards: Sequence[Shard],
-        slot: int,
-        raw_ids: bytes | memoryview,
-        raw_values: bytes | memoryview,
-        *,
-        deleted: bool = False,
-        raw_digests: bytes | memoryview = b"",
-    ) -> "RowBatch":
-        """Make a batch for shard number `slot` as views of bytes. Deletes have ids only; digests are optional.
-
-        Raises:
-            InvalidInput: there is no such shard, or a length does not fit it.
-        """
-        if slot >= len(shards):
-            raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
-        shard = shards[slot]
-        count, rest = divmod(len(raw_ids), ID_TYPE.itemsize)
-        if rest:
-            raise InvalidInput(
-                f"table {shard.table.name!r}: {len(raw_ids)} bytes of ids, expected a multiple of 8"
-            )
-        expected = 0 if deleted else count * shard.cols * shard.table.dtype.itemsize
-        if len(raw_values) != expected:
-            raise InvalidInput(
-                f"table {shard.table.name!r}: {len(raw_values)} bytes of values for {counted(count, 'row')} of "
-                f"{shard.cols} {shard.table.dtype} values, expected {expected}: does the row's dimension or "
-                "type differ?"
-            )
-        if raw_digests and len(raw_digests) != count * DIGEST_TYPE.itemsize:
-            raise InvalidInput(
-                f"table {shard.table.name!r}: {len(raw_digests)} bytes of digests for {counted(count, 'row')}, "
-                "not 8 each"
-            )
-        if deleted:
-            return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
-        values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
-        digests = np.frombuffer(raw_digests, DIGEST_TYPE) if raw_digests else None
-        return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values, digests=digests)
-
     def check(self) -> None:
         """Check the rules for senders.
 
@@ -211,14 +168,21 @@ class RowBatch:
             )
 
     def _check_finite(self) -> None:
-        finite = np.isfinite(self.values)
-        if not finite.all():
-            row, column = (int(i) for i in np.argwhere(~finite)[0])
+        if not _all_finite(self.values):
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(self.values))[0])
             where = f"row {int(self.ids[row])} holds {self.values[row, column]} in column"
             raise InvalidInput(
                 f"table {self.shard.table.name!r}: {where} {self.shard.col_offset + column}; "
                 "NaN and infinity cannot be published"
             )
+
+
+def _all_finite(values: Values) -> bool:
+    if values.dtype not in VALUE_TYPES:
+        return bool(np.isfinite(values).all())
+    # NumPy would make a mask, and convert every fp16 number first.
+    (infinity,) = words_of(np.array([np.inf], values.dtype))
+    return bool(floats.all_finite(words_of(values).reshape(-1), infinity))
 
 
 T = TypeVar("T", bound=np.generic)

@@ -110,31 +110,34 @@ class StampedTable:
 
     # Changes.
 
-    def apply(self, rows: RowBatch, number: int) -> None:
+    def apply(self, rows: RowBatch, number: int) -> int:
         """Overwrite rows, in the columns of their shard, and stamp them with `number`; or delete them.
 
         Deleting some columns of a row deletes the row once all its columns are zero.
+
+        Returns:
+            The number of rows that do not match their digests; always 0 if replicas hold other bits than stored.
         """
         for take in self.before_change:
             take(rows.ids)
-        slots, start = self.locate(rows.ids), 0
+        slots, start, wrong = self.locate(rows.ids), 0, 0
         self.index.note(slots, number)
         for block in rows.blocks(BLOCK_ROWS):
-            self._apply_block(block, slots[start : start + len(block)], number)
+            wrong += self._apply_block(block, slots[start : start + len(block)], number)
             start += len(block)
         if self._square_sum is not None and self._square_sum < self._largest_sum * _EXACT_SHARE:
             self._square_sum = self._sum_squares()
+        return wrong
 
-    def _apply_block(self, block: RowBatch, slots: Slots, number: int) -> None:
+    def _apply_block(self, block: RowBatch, slots: Slots, number: int) -> int:
         # Allocate memory first, because a block that fails is retried and must not be half done.
         column, values = block.shard.col_offset, np.require(block.values, None, _FLAT)
         counts = self.counts.moved(self.stamps[slots], number)
         stamps, digests = self._stamps_of(block, slots, number), self._digests_of(block)
         words, first = words_of(values), first_word(column, self.spec.dtype)
-        # Digests are sums over columns. For some columns the kernel needs the weights, to subtract the overwritten
-        # words. For whole rows it needs them only to make digests, because the earlier words do not matter.
-        given_whole = _is_whole(block) and len(digests) == len(block)
-        factors = _NO_WEIGHTS if given_whole else weights(first, words.shape[1])
+        # Digests of bits that only replicas hold cannot be checked here.
+        unchecked = not self.held_as_stored and _is_whole(block)
+        factors = _NO_WEIGHTS if unchecked else weights(first, words.shape[1])
         floats: NDArray[Any] = _NO_FLOATS
         row_floats, square_change = floats, 0.0
         if self._square_sum is not None and self.rows.itemsize > 2:
@@ -143,12 +146,13 @@ class StampedTable:
             before = self.rows[slots, column : column + values.shape[1]]
             square_change = sum_of_squares(values) - sum_of_squares(before)
         arrays = words_of(self.rows), self.stamps, self.digests, floats, first, column, slots, block.ids
-        change, squares = row_kernels.write(*arrays, words, stamps, digests, row_floats, factors)
+        change, squares, wrong = row_kernels.write(*arrays, words, stamps, digests, row_floats, factors)
         self.counts = counts
         self.checksum = (self.checksum + int(change)) % 2**64
         if self._square_sum is not None:
             self._square_sum += squares + square_change
             self._largest_sum = max(self._largest_sum, self._square_sum)
+        return int(wrong)
 
     def _stamps_of(self, block: RowBatch, slots: Slots, number: int) -> Stamps:
         """The new stamps of rows: [n], or [1] for all."""

@@ -221,11 +221,10 @@ class CutCoordinator:
                 raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
 
     def _give_up(self, current: "OpenCut", error: Exception) -> None:
-        """Fail a cut, and remove it from the log."""
+        """Fail a cut, and remove it from the log, unless a later cut has its version by now."""
         _fail(current, error)
-        if current.cut.version > self.model.seals.newest_version:
-            self.model.store.drop_cut(current.cut.version)
         if self.open_cut is current:
+            self.model.store.drop_cut(current.cut.version)
             self.open_cut = None
         self.note_left()
 

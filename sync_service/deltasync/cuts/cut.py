@@ -99,13 +99,13 @@ class RankPart:
     published: Mapping[str, int] = field(default_factory=dict)
     missing: MissingRows | None = None
     layout: int = 0
+    log_bytes: int = 0
     records: int = 0
     rows: int = 0
     bytes: int = 0
     step_end_unix_ns: int = 0
     gather_ns: int = 0
     event_time_unix_ns: int | None = None
-    log_bytes: int = 0
     closed: bool = False
     full: bool = False
     deletes: frozenset[int] = frozenset()
@@ -122,8 +122,8 @@ class RankPart:
         self.largest_norms[table] = max(norms.largest, self.largest_norms.get(table, 0.0))
         self.excess = self.excess or norms.excess
 
-    def add(self, slot: int, rows: RowBatch) -> None:
-        """Count live or deleted rows that arrived, each kind by ascending ids.
+    def add(self, slot: int, rows: RowBatch, log_bytes: int) -> None:
+        """Count live or deleted rows that arrived, each kind by ascending ids, in a record of `log_bytes` bytes.
 
         Raises:
             InvalidInput: a row came twice, or out of order.
@@ -142,6 +142,7 @@ class RankPart:
             self.missing.name(slot, self.shards[slot], ids)
         self.rows += len(ids)
         self.bytes += rows.nbytes
+        self.log_bytes += log_bytes
 
 
 def _check_full(part: RankPart) -> None:
@@ -183,7 +184,8 @@ KEPT_BYTES = 32 << 20
 class Cut:
     """The rows that all ranks publish after a step. A model has at most one open cut.
 
-    `published` is the number of rows of each table in earlier cuts; the cut must contain all others.
+    `published` is the number of rows of each table in earlier cuts; the cut must contain all others. `rows`,
+    `bytes` and `log_bytes` count the rows of all parts, their ids and values, and their records in the log.
     """
 
     version: int
@@ -192,10 +194,22 @@ class Cut:
     published: Mapping[str, int] = field(default_factory=dict)
     tables: dict[str, TableSpec] = field(default_factory=dict)
     parts: dict[int, RankPart] = field(default_factory=dict)
+    rows: int = 0
+    bytes: int = 0
+    log_bytes: int = 0
     _only_in_log: bool = False
 
-    def keep(self, part: RankPart, rows: RowBatch) -> None:
-        """Keep rows of a part in memory until the cut is applied, unless the cut is too large."""
+    def add(self, part: RankPart, slot: int, rows: RowBatch, log_bytes: int) -> None:
+        """Add rows to a part, with a record of `log_bytes` bytes. Keep them in memory until the cut is applied,
+        unless the cut is too large.
+
+        Raises:
+            InvalidInput: a row came twice, or out of order.
+        """
+        part.add(slot, rows, log_bytes)
+        self.rows += len(rows)
+        self.bytes += rows.nbytes
+        self.log_bytes += log_bytes
         if self._only_in_log:
             return
         part.kept.append(rows)
@@ -223,9 +237,17 @@ class Cut:
         *,
         must_be_full: bool,
         missing: MissingRows | None = None,
+        layout: int = 0,
+        log_bytes: int = 0,
     ) -> RankPart:
-        """Begin a rank's part, or begin it anew."""
-        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, missing)
+        """Begin a rank's part, or begin it anew. Its `layout` added `log_bytes` bytes to the log."""
+        if before := self.parts.get(rank):
+            self.rows -= before.rows
+            self.bytes -= before.bytes
+            self.log_bytes -= before.log_bytes
+        self.log_bytes += log_bytes
+        part = RankPart(rank, shards, must_be_full, self.published, missing, layout, log_bytes)
+        self.parts[rank] = part
         return part
 
     def close(
@@ -345,21 +367,6 @@ class Cut:
     def complete(self) -> bool:
         """Whether every rank has closed its part."""
         return len(self.parts) == self.run.world_size and all(part.closed for part in self.parts.values())
-
-    @property
-    def rows(self) -> int:
-        """Rows of all parts together."""
-        return sum(part.rows for part in self.parts.values())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of ids and values of all parts together."""
-        return sum(part.bytes for part in self.parts.values())
-
-    @property
-    def log_bytes(self) -> int:
-        """Bytes of all parts' records in the log."""
-        return sum(part.log_bytes for part in self.parts.values())
 
     @property
     def step_end_unix_ns(self) -> int:

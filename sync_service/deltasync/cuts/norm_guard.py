@@ -34,8 +34,8 @@ class NormLimit:
 class RowNorms:
     """The largest norm of some rows; `excess` is why it is too large, empty if it is not."""
 
-    largest: float = 0.0
-    excess: str = ""
+    largest: float
+    excess: str
 
 
 class NormGuard:
@@ -61,11 +61,14 @@ class NormGuard:
                     largest = max(largest, await model.on_thread(_largest_of, table, first, first + size))
                 self._largest[table.spec.name] = largest
 
-    def look(self, rows: RowBatch) -> RowNorms:
-        """Check the norms of rows that arrived. A column-wise shard counts only its own columns."""
+    def look(self, rows: RowBatch) -> RowNorms | None:
+        """Check the norms of rows that arrived, unless the rows have none or there is no limit.
+
+        A column-wise shard counts only its own columns.
+        """
         table = rows.shard.table
         if self.limit is None or rows.deleted or not table.kind.trained:
-            return RowNorms()
+            return None
         squares = squared_norms(rows.values)
         worst = int(squares.argmax())
         norm, largest = float(np.sqrt(squares[worst])), self._largest.get(table.name, 0.0)

@@ -125,11 +125,9 @@ class CutSealer:
         begun = self.model.apply_after(sealed, seal, rows)
         await durable
         watch.lap("log")
-        self.model.seals.append(seal)
-        self.model.recent.add(CutTimes(seal, watch.lapped_ns, watch.seconds))
+        self.model.note_sealed(CutTimes(seal, watch.lapped_ns, watch.seconds), cut.tables.values())
         # Before anything that could fail, because the cut is part of the history now.
         self._applying = asyncio.create_task(self._apply(seal, rows, begun))
-        self.model.tables.published |= {name: table.rows for name, table in cut.tables.items()}
         self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
         self.refusal = None
         self.rows += seal.rows
@@ -153,8 +151,6 @@ class CutSealer:
                 begun = None
                 self.report_failed(f"version {seal.version} could not be applied; the service retries", error)
             else:
-                self.model.failure = ""
-                self.model.recent.note_applied(seal.version)
                 return
             await first_of(self._ending.wait(), seconds=pause)
             if self._ending.is_set():

@@ -17,9 +17,9 @@ from deltasync.core.seal import Seal, check_event_time, rolled_back_to
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.admission import Continuation, Run, continues, may_go_on
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
-from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
+from deltasync.cuts.cut import ChangedRows, Cut, MissingRows, RankPart
 from deltasync.log.log_store import LogFull, WriteQueue
-from deltasync.log.records import pack_layout, packed_bytes
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import (
     event_time_from_message,
@@ -110,7 +110,7 @@ def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
         )
 
 
-_ROWS_AT_ONCE = 64
+_TABLES_AT_ONCE = 64
 # Maximum number of deletes in a close. A rank never gets more at once.
 _MOST_DELETES = 131_072
 
@@ -257,37 +257,47 @@ class PublishSession:
             if size > MAX_CHUNK_BYTES:
                 what = f"a {'part' if received.end else 'chunk'} of at least {size} bytes of ids and values"
                 raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
-            await self.add(received.step, slot, columns.rows_of(slot, self._shards))
-            if number % _ROWS_AT_ONCE == 0:  # Many tables take long: let other streams run.
+            self.add(received.step, slot, columns.rows_of(slot, self._shards))
+            if number % _TABLES_AT_ONCE == 0:  # Many tables take long: let other streams run.
                 await asyncio.sleep(0)
+        await self.wait_for_room()
         return await self.close(received.end) if received.end else None
 
-    async def add(self, step: int, slot: int, batch: RowBatch) -> None:
-        """Add rows to this rank's part of a cut; raises as `take` does."""
+    def add(self, step: int, slot: int, batch: RowBatch) -> None:
+        """Add rows to this rank's part of a cut, and raise as `take` does. Call `wait_for_room` afterwards."""
         batch.check()
         batch.check_digests()
-        batch = encoded(batch.digested())
+        if batch.digests is None and not batch.deleted:
+            batch = encoded(batch.digested())
         norms = self.coordinator.sealer.guard.look(batch)
-        if norms.excess and not self.coordinator.sealer.guard.quarantines:
+        if norms and norms.excess and not self.coordinator.sealer.guard.quarantines:
             raise InvalidInput(f"{norms.excess}; the cut of step {step} is refused")
+        self._check_current()
         if self._sealed_before(step) or self._closed_before(step):
             return
         open_cut, part = self._part_of(step)
-        part.add(slot, batch)
-        part.note_norms(batch.table.name, norms)
-        open_cut.cut.keep(part, batch)
-        size = packed_bytes(batch)
-        part.log_bytes += size
+        record = pack_rows(slot, batch, part.layout)
+        size = sum(map(len, record))
+        open_cut.cut.add(part, slot, batch, size)
+        if norms:
+            part.note_norms(batch.table.name, norms)
         self.coordinator.check_room(open_cut)
-        version = open_cut.cut.version
-        appended = self._model.store.append(version, self.rank, part.records, slot, batch, part.layout)
+        appended = self._model.store.append(open_cut.cut.version, self.rank, part.records, record)
         part.records += 1
         self._unwritten.add(appended, size)
-        # Last, because another stream may begin the part anew during this wait.
+
+    async def wait_for_room(self) -> None:
+        """Wait until this stream may send more rows. Meanwhile another stream may begin the part anew.
+
+        Raises:
+            Contradiction: the cut does not fit even into an empty log.
+            StorageFailed: a write failed.
+        """
         try:
             await self._unwritten.wait_for_room()
         except LogFull as error:
-            self.coordinator.check_room(open_cut, error)
+            if self._part:
+                self.coordinator.check_room(self._part[0], error)
             raise
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
@@ -304,6 +314,7 @@ class PublishSession:
         return self._claim
 
     async def _closed(self, close: publish_pb2.PartClose) -> Position:
+        self._check_current()
         if sealed := self._sealed_before(close.step):
             return Position(self._model.history, sealed.version, sealed.checksum)
         if open_cut := self._closed_before(close.step):
@@ -348,7 +359,6 @@ class PublishSession:
 
     def _sealed_before(self, step: int) -> Seal | None:
         """The seal of the cut after `step` if it is already sealed, because the answer may have been lost."""
-        self._check_current()
         sealed = self._model.seals.newest
         if sealed is None or sealed.run != self.run.id or step > sealed.step:
             return None
@@ -365,17 +375,25 @@ class PublishSession:
     def _part_of(self, step: int) -> tuple[OpenCut, RankPart]:
         open_cut = self.coordinator.cut_of(self.run, step)
         if self._part is None or self._part[0] is not open_cut:
-            decision = self.decision
-            missing = self._missing(decision.since)
-            open_cut.cut.announce(self.tables)
-            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not decision.yes, missing=missing)
-            self._part = (open_cut, part)
-            dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
-            layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
-            self._unwritten.add(dropped, 0)
-            self._unwritten.add(layout.written, 0)
-            part.layout, part.log_bytes = layout.number, layout.log_bytes
+            self._part = (open_cut, self._begin(open_cut.cut))
         return self._part
+
+    def _begin(self, cut: Cut) -> RankPart:
+        """Begin this rank's part: drop its records of an earlier stream, and write the layout of its rows."""
+        decision = self.decision
+        missing = self._missing(decision.since)
+        cut.announce(self.tables)
+        self._unwritten.add(self._model.store.drop_part(cut.version, self.rank), 0)
+        layout = self._model.store.use_layout(self._layout, self._shards, cut.version)
+        self._unwritten.add(layout.written, 0)
+        return cut.begin(
+            self.rank,
+            self._shards,
+            must_be_full=not decision.yes,
+            missing=missing,
+            layout=layout.number,
+            log_bytes=layout.log_bytes,
+        )
 
     def _missing(self, since: int | None) -> MissingRows | None:
         """The rows that were published after version `since`, which the part must contain."""

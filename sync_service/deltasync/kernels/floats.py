@@ -15,6 +15,7 @@ from deltasync.kernels.compiled import (
     readable,
     uint8,
     uint16,
+    uint32,
     void,
     writable,
 )
@@ -29,6 +30,15 @@ _LARGEST_FP16, _LARGEST_BF16, _NORMAL_FP16 = 0x477FE000, 0x7F7F0000, 0x38800000
 _REBIASED = 0xC8000FFF
 _HALF = 0x3F000000
 _INFINITY, _INFINITY_OF_FP16 = 0x7F800000, 0x0F800000
+
+
+@kernel(*(boolean(readable(word, 1), word) for word in (uint16, uint32)))
+def all_finite(words: NDArray[np.unsignedinteger], infinity: np.unsignedinteger) -> bool:
+    """Whether floats [n] are finite, from their bits. NaN and infinity have all bits of `infinity`."""
+    finite = True
+    for index in range(words.shape[0]):
+        finite &= (words[index] & infinity) != infinity
+    return finite
 
 
 @inlined

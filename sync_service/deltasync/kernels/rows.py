@@ -136,7 +136,7 @@ def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests,
 
 @kernel(
     *(
-        tuple_of(uint64, float64)(
+        tuple_of(uint64, float64, int64)(
             writable(word), writable(int64, 1), writable(uint64, 1), readable(number), uint64,
             uint64, _IDS, _IDS, readable(word), _IDS, _WEIGHTS, readable(number), _WEIGHTS,
         )
@@ -158,7 +158,7 @@ def write(
     row_digests: Digests,
     row_floats: NDArray[Any],
     weights: Digests,
-) -> tuple[np.uint64, float]:
+) -> tuple[np.uint64, float, np.int64]:
     """Write rows, their stamps and their digests.
 
     Args:
@@ -174,12 +174,14 @@ def write(
         row_stamps: [n], or [1] for all.
         row_digests: [n], digests of these words; [0] to compute them here, if `rows` are whole rows.
         row_floats: [n, d], the numbers of `rows`; [n, 0] if the sum of squares is not kept.
-        weights: [w] weights of the overwritten words; [0] for whole rows with given digests.
+        weights: [w] weights of the words; [0] for whole rows whose given digests are not checked.
 
     Returns:
-        The changes of the table's checksum, and of the sum of the squares of its numbers.
+        The changes of the table's checksum, and of the sum of the squares of its numbers; the number of rows that
+        do not match their given digests.
     """
-    change, square_change = _U64(0), np.float64(0)
+    change, square_change, wrong = _U64(0), np.float64(0), np.int64(0)
+    whole = rows.shape[1] == table.shape[1]
     width = _U64(table.shape[1] * table.itemsize)
     last_stamp = row_stamps.shape[0] - 1
     for index in range(slots.shape[0]):
@@ -192,13 +194,14 @@ def write(
         for column in range(_U64(row_floats.shape[1])):
             square_change += square(row_floats[index, column]) - square(floats[row, first_float + column])
         before, after = digests[row], _U64(0)
-        if not row_digests.shape[0]:
-            for word in range(_U64(rows.shape[1])):
-                after += _U64(rows[index, word]) * weights[word]
-        elif not weights.shape[0]:
+        for word in range(_U64(weights.shape[0])):
+            after += _U64(rows[index, word]) * weights[word]
+        if row_digests.shape[0]:
+            wrong += weights.shape[0] > 0 and after != row_digests[index]
             after = row_digests[index]
-        else:
-            after = before + row_digests[index]
+        if not whole:
+            # Earlier digests matter only for rows of which some words stay.
+            after += before
             for word in range(_U64(rows.shape[1])):
                 after -= _U64(table[row, first + word]) * weights[word]
         for word in range(_U64(rows.shape[1])):
@@ -206,4 +209,4 @@ def write(
         stamps[row] = row_stamps[min(index, last_stamp)]
         digests[row] = after
         change += share(ids[index], after) - share(ids[index], before)
-    return change, square_change
+    return change, square_change, wrong

@@ -208,7 +208,7 @@ class LmdbStore:
         value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self.capacity:
             raise lmdb.MapFullError("full, except for the room that deletes need")
-        _put(txn, key, value, self._databases[_RECORDS])
+        txn.put(key, value, db=self._databases[_RECORDS])
 
     def _keep(
         self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
@@ -219,7 +219,7 @@ class LmdbStore:
             if value is None:
                 txn.delete(key, db=self._databases[_META])
             else:
-                _put(txn, key, with_checksum(key, value), self._databases[_META])
+                txn.put(key, with_checksum(key, value), db=self._databases[_META])
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._databases[_RECORDS]) as cursor:
@@ -368,10 +368,6 @@ def _open(options: LogOptions) -> lmdb.Environment:
             raise opening_failed(error, directory) from error
         undo.pop_all()
     return env
-
-
-def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:
-    txn.put(key, value, db=db)
 
 
 _DAMAGED = {

@@ -206,11 +206,6 @@ def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
     return _HEADER.pack(FORMAT, slot, layout), *rows_pieces(rows)
 
 
-def packed_bytes(rows: RowBatch) -> int:
-    """Size of the record of some rows, in bytes."""
-    return _HEADER.size + sum(map(len, rows_pieces(rows)))
-
-
 def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
     """Decode a record of `pack_rows` as views of it; `shards_of` returns a layout's shards by its number.
 

@@ -173,24 +173,29 @@ class AppliedTables:
         self._seal = seal
         self._partly = False
 
-    def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+    def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> int:
         """Apply a cut from `rows`, or from the log if they are None. Applying it again changes nothing.
+
+        Returns:
+            The number of rows that do not match their digests.
 
         Raises:
             StorageFailed: the log cannot be read, or its records of the cut are damaged.
         """
+        wrong = 0
         # The log may have rows of a table that was removed later, and whose name a new table now has.
         by_name = {table.spec.name: table for table in self if table.removed_before < seal.version}
         for batch in self._store.rows(seal) if rows is None else rows:
             if table := by_name.get(batch.table.name):
                 self._partly = True
-                table.apply(batch, seal.version)
+                wrong += table.apply(batch, seal.version)
         for name in seal.whole:  # A full cut deletes the rows that it does not contain.
             if table := by_name.get(name):
                 self._partly = True
                 unnamed = table.not_stamped(seal.version)
                 table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
         self.begin_at(seal)
+        return wrong
 
     # Adding and removing tables.
 
@@ -427,11 +432,12 @@ def _meet(some: Sequence[RowBatch], others: Sequence[RowBatch]) -> bool:
 
 def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
     """Batches of a table with small ones combined, because each message has a cost and there may be many ranks."""
-    together: list[RowBatch] = []
+    together, size = list[RowBatch](), 0
     for batch in batches:
-        if together and sum(each.message_bytes for each in together) + batch.message_bytes > CHUNK_BYTES:
+        size += batch.message_bytes
+        if together and size > CHUNK_BYTES:
             yield together
-            together = []
+            together, size = [], batch.message_bytes
         together.append(batch)
     if together:
         yield together

@@ -11,7 +11,7 @@ the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -25,13 +25,14 @@ from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
-from deltasync.core.cut_times import RecentCuts
+from deltasync.core.cut_times import CutTimes, RecentCuts
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
 from deltasync.core.table_form import TableForm
 from deltasync.core.table_memory import RAM, TableMemory
+from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
@@ -169,12 +170,13 @@ class Model:
         Returns:
             A future for `apply_cut`.
         """
-        prepared = self._thread.submit(self._prepared, seal, rows)  # Meanwhile the log waits for its disk.
+        return after(sealed, self._thread, partial(self._apply_and_release, seal, rows))
 
-        def apply() -> FrozenRelease | None:
-            return self._apply_and_release(seal, rows, prepared.result())
-
-        return after(sealed, self._thread, apply)
+    def note_sealed(self, cut: CutTimes, tables: Iterable[TableSpec]) -> None:
+        """Record that a cut is durable. From now on, all rows of its `tables` are published."""
+        self.seals.append(cut.seal)
+        self.recent.add(cut)
+        self.tables.published |= {table.name: table.rows for table in tables}
 
     async def apply_cut(
         self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
@@ -194,27 +196,25 @@ class Model:
         except StorageFailed as error:  # The log's records of the cut are damaged for good.
             self.tables.note_damage(error)
             raise
+        self.failure = ""
+        self.recent.note_applied(seal.version)
         self.head = Head.of(seal)
         self.releases.have(release, seal.version)
         self.signal.wake()
 
-    def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        """Encode a cut's messages for up-to-date replicas, if its rows can be sent as they arrived.
+    def _apply_and_release(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
+        """Apply a cut, and make the release of its rows for up-to-date replicas, if they can have them as they
+        arrived.
 
-        `Releases.completed` adds what is known only after the cut is applied.
+        Bits of rows may have changed in memory since they arrived. Replicas would always refuse such rows, so they
+        get rows from the tables instead, which are checked while they are read.
         """
-        if rows is None or seal.whole or not self.releases.followed:
+        slots = {table.spec.name: slot for slot, table in enumerate(self.tables)}
+        combined = None if rows is None else cut_rows(rows, slots)
+        wrong = self.tables.apply(seal, rows if combined is None else [batch for _, batch in combined])
+        if combined is None or wrong or seal.whole or not self.releases.followed:
             return None
-        changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
-        return None if changed is None else self.releases.prepared(changed)
-
-    def _apply_and_release(
-        self, seal: Seal, rows: Sequence[RowBatch] | None, prepared: FrozenRelease | None = None
-    ) -> FrozenRelease | None:
-        """Apply a cut, and complete its prepared release."""
-        prepared = prepared or self._prepared(seal, rows)
-        self.tables.apply(seal, rows)
-        return prepared and self.releases.completed(prepared, list(self.tables), Head.of(seal))
+        return self.releases.of_cut(combined, list(self.tables), Head.of(seal))
 
     # The interface `Feed`.
 

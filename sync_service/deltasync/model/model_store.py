@@ -19,12 +19,11 @@ from deltasync.core.seal import Seal
 from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.data_directory import RESTORE
-from deltasync.log.log_store import LAST_NUMBER, LogFull, LogStore, LogUnavailable
+from deltasync.log.log_store import LAST_NUMBER, Buffer, LogFull, LogStore, LogUnavailable
 from deltasync.log.records import (
     layout_number,
     name_of,
     pack_json,
-    pack_rows,
     reading,
     seal_of_record,
     seal_record,
@@ -336,11 +335,9 @@ class ModelStore:
         self.written = True
         return self._layouts.use(layout, shards, version)
 
-    def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
-        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It reaches the disk
-        before the seal, or with it.
-        """
-        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
+    def append(self, version: int, rank: int, index: int, record: Sequence[Buffer]) -> Future[None]:
+        """Append record `index` of a rank's part, see `pack_rows`. It is on disk once the seal is."""
+        return self._log.append(self._cuts, version, rank, index, *record, patient=True)
 
     def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
         """Seal a cut, unless one of the writes in `after` was refused.

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
-from deltasync.base.errors import Damaged, ServiceUnavailable, Superseded
+from deltasync.base.errors import ServiceUnavailable, Superseded
 from deltasync.base.waiting import Signal, first_of
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids, RowBatch
@@ -305,34 +305,16 @@ class Releases:
             return LargeRelease(self, after, whole)
         return self.noted(freeze(tables, after, head, whole))
 
-    def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """Encode a release of rows, by slot, that the tables are about to get; None if memory is lacking.
-
-        `completed` makes it the next release, for replicas at the position before it.
+    def of_cut(
+        self, rows: Sequence[tuple[int, RowBatch]], tables: Sequence[StampedTable], head: Head
+    ) -> FrozenRelease | None:
+        """The release for replicas at the position before `head`, from all rows that the tables got with it, by
+        slot; None if memory is lacking.
         """
         if sum(batch.message_bytes for _, batch in rows) > self.room:
             return None
-        return self.noted(
-            FrozenRelease(None, [ReleaseChunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)])
-        )
-
-    def completed(
-        self, release: FrozenRelease, tables: Sequence[StampedTable], head: Head
-    ) -> FrozenRelease | None:
-        """Complete a `prepared` release, once the tables have its rows.
-
-        Return None if bits of the rows changed in memory after they were received. Replicas would always refuse
-        them, so they get rows from the tables instead, which are checked while they are read. Only this check
-        detects bits that change while the cut waits for its seal.
-        """
-        try:
-            for chunk in release.chunks:
-                chunk.rows.check_digests()
-        except Damaged:
-            return None
-        release.head, release.checksums = head, checksums_of(tables)
-        release.whole = replacing(tables, head.number - 1)
-        return release
+        chunks = [ReleaseChunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)]
+        return self.noted(FrozenRelease(head, chunks, replacing(tables, head.number - 1), checksums_of(tables)))
 
     @property
     def room(self) -> int:

@@ -110,7 +110,8 @@ async def _publish(
                 batches = _batches(table, earlier, ids, deleted=deleted)
                 # In a thread, because the tables may be in scratch files.
                 while (batch := await asyncio.to_thread(next, batches, None)) is not None:
-                    await session.add(step, slot, batch)
+                    session.add(step, slot, batch)
+                    await session.wait_for_room()
         close = publish_pb2.PartClose(
             step=step,
             rows=rows,

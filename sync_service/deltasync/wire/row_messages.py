@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from deltasync.base.errors import InvalidInput
+from deltasync.base.words import counted
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
@@ -246,16 +247,35 @@ class Columns:
         return len(self.ids) + len(self.values)
 
     def rows_of(self, slot: int, shards: Sequence[Shard]) -> RowBatch:
-        """The rows of the shard `slot`, as views of the message.
+        """The rows of the shard `slot`, as views of the message. Deletes have ids only; digests are optional.
 
         Raises:
             InvalidInput: no such shard, or the lengths do not match it.
         """
-        rows = RowBatch.from_bytes(
-            shards, slot, self.ids, self.values, deleted=self.deleted, raw_digests=self.digests
-        )
-        # Deleted rows need no digests, and digests do not count as bytes of the row: do not pass them on.
-        return rows if self.deleted and self.digests else replace(rows, encoded=self.message)
+        if slot >= len(shards):
+            raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
+        shard = shards[slot]
+        table, dtype = f"table {shard.table.name!r}", shard.table.dtype
+        count, rest = divmod(len(self.ids), ID_TYPE.itemsize)
+        if rest:
+            raise InvalidInput(f"{table}: {len(self.ids)} bytes of ids, expected a multiple of 8")
+        expected = 0 if self.deleted else count * shard.cols * dtype.itemsize
+        if len(self.values) != expected:
+            raise InvalidInput(
+                f"{table}: {len(self.values)} bytes of values for {counted(count, 'row')} of {shard.cols} {dtype} "
+                f"values, expected {expected}: does the row's dimension or type differ?"
+            )
+        if self.digests and len(self.digests) != count * DIGEST_TYPE.itemsize:
+            raise InvalidInput(
+                f"{table}: {len(self.digests)} bytes of digests for {counted(count, 'row')}, not 8 each"
+            )
+        ids = np.frombuffer(self.ids, ID_TYPE)
+        if self.deleted:
+            # Deleted rows need no digests, and digests do not count as bytes of the row: do not pass them on.
+            return RowBatch.deletes(shard, ids, encoded=None if self.digests else self.message)
+        values = np.frombuffer(self.values, dtype).reshape(count, shard.cols)
+        digests = np.frombuffer(self.digests, DIGEST_TYPE) if self.digests else None
+        return RowBatch(shard, ids, values, digests=digests, encoded=self.message)
 
 
 @dataclass(frozen=True)

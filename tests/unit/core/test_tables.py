@@ -213,6 +213,25 @@ def test_only_buffers_hold_what_is_not_finite() -> None:
     RowBatch.of_table(TableSpec("t", 3, 2, kind=TableKind.BUFFER), np.array([1]), values).check()
 
 
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
+@given(st.data(), st.integers(1, 3), st.integers(1, 40))
+def test_the_first_number_that_is_not_finite_is_named(
+    dtype: str, data: st.DataObject, rows: int, width: int
+) -> None:
+    shape, kind = (rows, width), np.dtype(dtype)
+    values = np.full(shape, data.draw(st.sampled_from([0, -1, np.finfo(kind).max, np.finfo(kind).tiny])), kind)
+    places = [(row, column) for row in range(rows) for column in range(width)]
+    for place in data.draw(st.sets(st.sampled_from(places), max_size=2)):
+        values[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    batch = RowBatch.of_table(TableSpec("t", 9, width, kind, TableKind.PARAMETER), np.arange(rows) + 5, values)
+    wrong = np.argwhere(~np.isfinite(values))
+    if not len(wrong):
+        batch.check()
+        return
+    with pytest.raises(InvalidInput, match=f"'t': row {wrong[0][0] + 5} holds .* in column {wrong[0][1]};"):
+        batch.check()
+
+
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("spec", SPECS[1:], ids=str)
 def test_a_policy_sends_all_but_embedding_tables_bit_by_bit(spec: TableSpec, mode: Mode) -> None:

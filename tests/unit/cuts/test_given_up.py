@@ -15,6 +15,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts import coordinator
 from deltasync.cuts.coordinator import MOST_TRIES, Tries, cut_fits, enough, first_cut_fits, whole_bytes
 from deltasync.cuts.session import PublishSession
+from deltasync.log.log_store import LogFull
 from deltasync.service.service import Service
 
 WIDE = TableSpec("wide", 1 << 16, 4)
@@ -84,6 +85,21 @@ async def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(servic
     ids = range(10)
     await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
     assert 0 < await logged(service) < 1000, "of the later step only"
+
+
+@in_service()
+async def test_a_full_log_reported_late_drops_nothing_of_the_next_cut(service: Service) -> None:
+    """A rank may wait for the log while a later cut takes the version of its own."""
+    first = await begin(service)
+    earlier = first.coordinator.open_cut
+    assert earlier
+    await begin(service, rank=1, step=2)
+    assert await logged(service)
+    log_of(service).capacity = 100
+    with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
+        first.coordinator.check_room(earlier, LogFull("full"))
+    assert await logged(service)
+    assert first.coordinator.open_cut
 
 
 @in_service()

@@ -88,9 +88,9 @@ NONE = np.zeros(0, np.uint64), np.zeros((0, 0), np.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(st.data(), st.integers(1, 9), st.integers(1, 40), st.booleans())
+@given(st.data(), st.integers(1, 9), st.integers(1, 40), st.booleans(), st.booleans())
 def test_columns_are_written_with_stamps_and_digests(
-    dtype: str, data: st.DataObject, rows: int, width: int, one_stamp: bool
+    dtype: str, data: st.DataObject, rows: int, width: int, one_stamp: bool, unchecked: bool
 ) -> None:
     table, slots = words(rows, width, dtype, 0), data.draw(numbers(rows))
     digests, stamps = reference.row_digests(table), np.full(rows, 7)
@@ -101,10 +101,11 @@ def test_columns_are_written_with_stamps_and_digests(
     before, expected = reference.checksum(ids, digests), table.copy()
     expected[slots, columns] = some
     new_stamps = np.array([9]) if one_stamp else -np.arange(1, len(slots) + 1)
-    factors = NONE[0] if some.shape[1] == width else weights(first, some.shape[1])
+    factors = NONE[0] if some.shape[1] == width and unchecked else weights(first, some.shape[1])
     new_digests = reference.row_digests(some, first)
     arrays = table, stamps, digests, NONE[1], first, first, slots, ids[slots]
-    change, squares = write(*arrays, some, new_stamps, new_digests, NONE[1], factors)
+    change, squares, wrong = write(*arrays, some, new_stamps, new_digests, NONE[1], factors)
+    assert wrong == 0
     assert np.array_equal(table, expected)
     assert np.array_equal(digests, reference.row_digests(expected))
     expected_stamps = np.full(rows, 7)
@@ -126,9 +127,33 @@ def test_the_sum_of_squares_moves_by_what_is_written(
     halves = table.itemsize // 4
     table_words, some_words = (each.view("<u4") for each in (table, some))
     arrays = table_words, np.zeros(rows, np.int64), np.zeros(rows, np.uint64), table
-    digests = np.zeros(len(ids), np.uint64)
-    _, change = write(*arrays, first * halves, first, ids, ids, some_words, np.array([1]), digests, some, NONE[0])
+    digests, factors = np.zeros(len(ids), np.uint64), weights(first * halves, some_words.shape[1])
+    firsts = first * halves, first
+    _, change, _ = write(*arrays, *firsts, ids, ids, some_words, np.array([1]), digests, some, factors)
     assert before + change == np.square(table).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.data(), st.integers(1, 9), st.integers(1, 40))
+def test_rows_are_written_and_those_counted_that_do_not_match_their_digests(
+    dtype: str, data: st.DataObject, rows: int, width: int
+) -> None:
+    """They keep the given digest, so that a later read of them finds the damage."""
+    table, ids = words(rows, width, dtype, 0), np.arange(rows)
+    digests = reference.row_digests(table)
+    first = data.draw(st.integers(0, width - 1))
+    columns = slice(first, data.draw(st.integers(first + 1, width)))
+    some, wrong = words(rows, columns.stop - first, dtype, 1), data.draw(numbers(rows))
+    claimed = reference.row_digests(some, first)
+    claimed[wrong] += np.uint64(2**63)
+    arrays = table, np.zeros(rows, np.int64), digests, NONE[1], first, first, ids, ids
+    factors = weights(first, some.shape[1])
+    _, _, found = write(*arrays, some, np.array([1]), claimed, NONE[1], factors)
+    assert found == len(wrong)
+    assert np.array_equal(table[:, columns], some)
+    expected = reference.row_digests(table)
+    expected[wrong] += np.uint64(2**63)
+    assert np.array_equal(digests, expected)
 
 
 @given(st.data(), st.integers(1, 9))

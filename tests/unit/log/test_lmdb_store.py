@@ -249,7 +249,7 @@ def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltasync.log.lmdb_store._put", broken)
+        patch.setattr("deltasync.log.lmdb_store.with_checksum", broken)
         for write in [log.append("m", 1, 0, 0, b"x"), log.put("n", b"x")]:
             with pytest.raises(StorageFailed, match=str(error)) as failed:
                 write.result(TIMEOUT)

@@ -4,11 +4,13 @@ import asyncio
 import shutil
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.local_model import LocalModel
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.releases import deleted_rows
@@ -17,6 +19,7 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.checkpoints.file_storage import Place
+from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.session import PublishSession
@@ -169,3 +172,27 @@ def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_
     run(tmp_path / "data", first)
     run(tmp_path / "crashed", check)
     run(tmp_path / "data", check)
+
+
+async def test_rows_of_a_cut_that_have_changed_in_memory_are_not_sent_as_they_came(tmp_path: Path) -> None:
+    """Replicas would refuse them for ever. Read from the tables, they are found, and the model is loaded again."""
+    table, ids = TableSpec("user", 9, 3), np.arange(9)
+    local = await LocalModel.opened(tmp_path)
+
+    async def cut(rows: RowBatch) -> None:
+        """Publish rows while a replica follows the model."""
+        await local.model.release(local.model.position.number - 1)
+        await local.cut_batches([rows])
+
+    try:
+        await local.add(table)
+        first = RowBatch.of_table(table, ids, np.zeros((9, 3), "<f4"))
+        await local.cut_batches([first])
+        rows = RowBatch.of_table(table, ids, np.ones((9, 3), "<f4")).digested()
+        await cut(rows)
+        assert local.model.release(1).done(), "it was made with the cut"
+        await cut(replace(rows, values=rows.values + (ids == 7)[:, None]))
+        with pytest.raises(DamagedRows, match="'user': bits have changed in row 7"):
+            await local.model.release(2)
+    finally:
+        await local.close()

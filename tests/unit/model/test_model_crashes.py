@@ -18,10 +18,11 @@ from tests.support.seals import sealed
 from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.cut_times import CutTimes
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.log.records import pack_layout
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
 
@@ -65,13 +66,12 @@ class Play:
         layout = pack_layout([table.spec for table in self.plain.values()], shards)
         use = self.model.store.use_layout(layout, shards, version)
         for index, batch in enumerate(batches):
-            self.model.store.append(version, 0, index, index, batch, use.number)
+            self.model.store.append(version, 0, index, pack_rows(index, batch, use.number))
         names = tuple(self.plain) if whole else ()
         seal = replace(sealed(version, world_size=1), rows=sum(map(len, batches)), whole=names)
         seal = seal.after(self.model.seals.newest)
         self.model.store.seal(seal).result(20)
-        self.model.seals.append(seal)
-        self.model.tables.published |= {name: plain.spec.rows for name, plain in self.plain.items()}
+        self.model.note_sealed(CutTimes(seal, 0), [plain.spec for plain in self.plain.values()])
         await self.model.apply_cut(seal, batches if seed % 2 else None)
         self._expect(batches, version, names)
 

@@ -22,7 +22,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
-from deltasync.log.records import pack_layout
+from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model_store import Layouts, ModelStore, recorded_models
 
 TIMEOUT = 20
@@ -53,7 +53,7 @@ def publish(store: ModelStore, version: int, *batches: RowBatch, layout: bytes =
     use = store.use_layout(layout, SHARDS, version)
     for index, rows in enumerate(batches):
         slot = SHARDS.index(rows.shard)
-        store.append(version, 0, index, slot, rows, use.number)
+        store.append(version, 0, index, pack_rows(slot, rows, use.number))
     rows_in_all = sum(map(len, batches))
     seals, _ = store.seals()
     seal = replace(sealed(version, world_size=1), rows=rows_in_all, **fields).after(seals[-1] if seals else None)
@@ -123,7 +123,7 @@ def test_what_an_abandoned_cut_of_a_larger_run_has_left_is_not_read_and_goes_wit
     store = ModelStore(log, "m")
     number = store.use_layout(LAYOUT, SHARDS, 1).number
     for rank in range(4):
-        store.append(1, rank, 0, rank, rows_of(SHARDS[rank], 5), number)
+        store.append(1, rank, 0, pack_rows(rank, rows_of(SHARDS[rank], 5), number))
     seal = replace(sealed(1, world_size=2), rows=2)
     store.seal(seal).result(TIMEOUT)
     assert [rows.shard for rows in store.rows(seal)] == SHARDS[:2]
@@ -137,7 +137,8 @@ def test_a_cut_that_lacks_rows_is_an_error(opened: Callable[[], LogStore]) -> No
     store = ModelStore(log, "m")
     publish(store, 1, rows_of(SHARDS[0], 1), rows_of(SHARDS[1], 1, 2))
     ((seal,), _) = store.seals()
-    store.append(1, 0, 1, 1, rows_of(SHARDS[1], 1), store.use_layout(LAYOUT, SHARDS, 1).number)
+    number = store.use_layout(LAYOUT, SHARDS, 1).number
+    store.append(1, 0, 1, pack_rows(1, rows_of(SHARDS[1], 1), number))
     log.put("later", b"").result(TIMEOUT)
     with pytest.raises(StorageFailed, match="the log has 2 rows of version 1 of model 'm', expected 3: restore"):
         list(store.rows(seal))

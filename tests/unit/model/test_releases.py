@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -19,7 +18,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.model import releases
 from deltasync.model.applied_tables import cut_rows
-from deltasync.model.releases import Copying, FrozenRelease, ReleaseChunk, checksums_of, freeze
+from deltasync.model.releases import Copying, FrozenRelease, Head, ReleaseChunk, checksums_of, freeze
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
 A_BYTES = TABLES[0].row_bytes
@@ -170,16 +169,14 @@ def test_what_was_made_of_the_rows_of_a_cut_is_kept_until_the_next_one() -> None
     async def scenario() -> None:
         made.write(0, range(9))
         rows = RowBatch.of_table(TABLES[0], [3], np.ones((1, 3), "<f4"))
-        prepared = made.releases.prepared([(0, rows)])
-        assert prepared
         made.change(rows)
-        state = made._state()
-        assert state
-        made.releases.have(made.releases.completed(prepared, *state), made.head)
-        assert await made.small(1) is prepared
-        assert prepared.checksums == (await made.small(0)).checksums
-        kept = weakref.ref(prepared)
-        del prepared
+        release = made.releases.of_cut([(0, rows)], made.tables, Head(2, 2, 0, 0))
+        assert release
+        made.releases.have(release, made.head)
+        assert await made.small(1) is release
+        assert release.checksums == (await made.small(0)).checksums
+        kept = weakref.ref(release)
+        del release
         gc.collect()
         assert kept()
         made.write(0, [4])
@@ -192,9 +189,10 @@ def test_what_was_made_of_the_rows_of_a_cut_is_kept_until_the_next_one() -> None
 def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
     made = ChangingTables(TABLES, memory_bytes=A_BYTES)
     rows = RowBatch.of_table(TABLES[0], [3, 4], np.ones((2, 3), "<f4"))
-    assert made.releases.prepared([(0, rows)]) is None
-    assert made.releases.prepared([(0, rows[:1].digested())]) is None, "digests take memory, too"
-    assert made.releases.prepared([(0, rows[:1])])
+    head = Head(1, 1, 0, 0)
+    assert made.releases.of_cut([(0, rows)], made.tables, head) is None
+    assert made.releases.of_cut([(0, rows[:1].digested())], made.tables, head) is None, "digests take memory, too"
+    assert made.releases.of_cut([(0, rows[:1])], made.tables, head)
 
 
 def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:
@@ -416,23 +414,3 @@ def test_no_release_goes_on_with_other_tables(change: str) -> None:
             await copying.next()
 
     played(scenario, block_bytes=10 * A_BYTES)
-
-
-def test_rows_of_a_cut_that_have_changed_in_memory_are_not_sent_as_they_came() -> None:
-    """Replicas would refuse them for ever. Read from the tables, they are found, and the model is loaded again."""
-    made = ChangingTables(TABLES)
-
-    async def scenario() -> None:
-        made.write(0, range(9))
-        rows = RowBatch.of_table(TABLES[0], [3], np.ones((1, 3), "<f4")).digested()
-        prepared = made.releases.prepared([(0, rows)])
-        assert prepared
-        made.change(rows)
-        state = made._state()
-        assert state
-        assert made.releases.completed(prepared, *state) is prepared
-        damaged = made.releases.prepared([(0, replace(rows, values=rows.values + 1))])
-        assert damaged
-        assert made.releases.completed(damaged, *state) is None
-
-    played(scenario)

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,9 +30,8 @@ from deltasync.base.events import Event, EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
-from deltasync.core.rows import DamagedRows, RowBatch
+from deltasync.core.rows import DamagedRows
 from deltasync.core.table_form import Mode
-from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
@@ -285,17 +285,10 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
     async def scenario() -> None:
         view, model = await local.prepared_view(TOP), local.model
         number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
-        rows = [
-            RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
-        ]
-
-        class BrokenOff(list[RowBatch]):
-            def __iter__(self) -> Iterator[RowBatch]:
-                yield self[0]
-                raise ZeroDivisionError("a mistake of ours")
-
-        with pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, BrokenOff(rows))
+        rows = local.batches(changed(2, USER, 3) | changed(2, ITEM, 4))
+        mistake = mock.patch.object(model.tables[1], "apply", side_effect=ZeroDivisionError("a mistake of ours"))
+        with mistake, pytest.raises(ZeroDivisionError):
+            await model.apply_cut(seal, rows)
         for given in (
             model.release(0),
             view.make_release(TOP, 0),
