@@ -41,13 +41,12 @@ from deltasync.service.models import Models
 from deltasync.service.volumes import Volumes
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.messages import (
-    checksums_to_message,
     form_to_message,
     mode_to_message,
     position_from_message,
     position_to_message,
 )
-from deltasync.wire.row_messages import fits_message, whole_message
+from deltasync.wire.row_messages import Pieces, fits_message, release_end, whole_message
 
 # Errors that the replica causes. All others are the service's, and may have passed when the replica reconnects.
 _OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
@@ -156,24 +155,15 @@ def goes_whole(release: FrozenRelease, budget: int) -> bool:
     return bool(release.chunks) and release.nbytes <= budget and fits_message(release.message_bytes)
 
 
-def release_end(
-    feed: Feed, consumer: Consumer, release: FrozenRelease, head: Head, token: int
-) -> subscribe_pb2.ReleaseEnd:
-    """The end of a release that leads to `head`."""
-    return subscribe_pb2.ReleaseEnd(
+def replica_end(feed: Feed, consumer: Consumer, head: Head, token: int) -> bytes:
+    """The fields of a `ReleaseEnd` to `head` that `FrozenRelease.end` lacks."""
+    end = subscribe_pb2.ReleaseEnd(
         position=position_to_message(Position(feed.history, head.number, head.seal)),
-        step=head.step,
-        step_end_unix_ns=head.step_end_unix_ns,
-        rows=release.rows,
-        version=head.version,
-        whole=sorted(release.whole),
-        sums=checksums_to_message(dict(enumerate(release.checksums))),
-        event_time_unix_ns=head.event_time_unix_ns or 0,
         token=token,
         behind_ns=_behind_ns(feed, consumer, head.number),
         version_seal=feed.seals.checksum_of(head.version),
-        kept=head.kept,
     )
+    return end.SerializeToString()
 
 
 def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
@@ -395,15 +385,14 @@ class ReplicaStream:
                             yield chunk.message
             if release.head and goes_whole(release, self._credit.budget):
                 await self._take_credit(release.nbytes, release, acks)
-                end = self._end(release, release.head)
-                yield whole_message([(chunk.slot, chunk.rows) for chunk in release.chunks], end)
+                yield whole_message(self._end(release, release.head), [release.table_rows])
                 return
             for chunk in release.chunks:
                 await self._take_credit(chunk.nbytes, release, acks)
                 yield chunk.message
             if release.head:
                 self._check_running(release)
-                yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+                yield release_end(self._end(release, release.head))
 
     async def _until_done(self, reading: asyncio.Future[Any], acks: asyncio.Task[None]) -> Responses:
         """Yield progress until the rows are read, as a release must be durable before it is sent."""
@@ -435,12 +424,12 @@ class ReplicaStream:
             self._check_fed()
         self._check_running(release)
 
-    def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
-        """Make the end of a release, and record the release as sent."""
+    def _end(self, release: FrozenRelease, head: Head) -> Pieces:
+        """Make the end of a release, in pieces, and record the release as sent."""
         self._acks.sent = Position(self._feed.history, head.number, head.seal)
         self._acks.under_way.note(release, head, self._credit.sent_bytes, time.monotonic())
         self._consumer.released_rows += release.rows
-        return release_end(self._feed, self._consumer, release, head, self._acks.token)
+        return [release.end, replica_end(self._feed, self._consumer, head, self._acks.token)]
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
         """Wait briefly for one of the events. If the ack stream has ended, end this stream too."""

@@ -194,7 +194,10 @@ def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
     rows = RowBatch.of_table(TABLES[0], [3, 4], np.ones((2, 3), "<f4"))
     assert made.releases.prepared([(0, rows)]) is None
     assert made.releases.prepared([(0, rows[:1].digested())]) is None, "digests take memory, too"
-    assert made.releases.prepared([(0, rows[:1])])
+    prepared = made.releases.prepared([(0, rows[:1])])
+    assert prepared
+    room, size = made.releases.room, len(prepared.table_rows)
+    assert made.releases.room == room - size, "and so do the bytes for all replicas"
 
 
 def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:
