@@ -96,7 +96,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.recent = RecentCuts()
-        self._forms: list[TableForm] = []
+        self._forms: tuple[int, list[TableForm]] = (0, [])  # As of a number of changes of the tables.
         self._checkpointing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self.tables = AppliedTables(name, self.store, memory, self.seals, self.on_thread, self._forget_releases)
@@ -115,11 +115,11 @@ class Model:
     @property
     def forms(self) -> list[TableForm]:
         """The form in which a consumer without a policy gets each table, by slot."""
-        specs = [table.spec for table in self.tables]
-        # Every replica reads them for every release, and comparing two lists of specs is fast.
-        if specs != [each.spec for each in self._forms]:
-            self._forms = [TableForm.unchanged(spec) for spec in specs]
-        return self._forms
+        changes, forms = self._forms
+        if changes != self.tables.changes:  # Every replica reads them several times for every release.
+            changes, forms = self.tables.changes, [TableForm.unchanged(table.spec) for table in self.tables]
+            self._forms = changes, forms
+        return forms
 
     @property
     def position(self) -> Position:
