@@ -11,10 +11,10 @@ the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
@@ -258,7 +258,7 @@ class Model:
         """The checksum of a version's seal; 0 if unknown."""
         return self.seals.checksum_of(version)
 
-    def changed(self) -> Coroutine[None, None, Literal[True]]:
+    def changed(self) -> asyncio.Future[None]:
         """Wait for a new head or table after this call."""
         return self.signal.changed()
 
