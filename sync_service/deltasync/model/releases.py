@@ -239,8 +239,14 @@ State: TypeAlias = tuple[Sequence[StampedTable], Head | None]
 Run: TypeAlias = Callable[..., Awaitable[Any]]
 Release: TypeAlias = "FrozenRelease | LargeRelease"
 
+# What `Releases.get` was asked for. Replicas with equal keys share a release.
 _Key = tuple[int, frozenset[int], int]
 T = TypeVar("T")
+
+
+def _next_key(head: int) -> _Key:
+    """The key of replicas at the number before `head`. Their release can be made of the cut or release alone."""
+    return head - 1, NO_TABLES, head
 
 
 class Releases:
@@ -267,7 +273,7 @@ class Releases:
     def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Future[Release]:
         """The rows of `head` that a replica at `after` lacks, with every row of the tables `whole`."""
         key = (after, whole, head)
-        self.followed |= after == head - 1
+        self.followed |= key == _next_key(head)
         future = self._ready.get(key)
         if future is None or _failed(future):
             future = self._ready[key] = asyncio.get_running_loop().create_future()
@@ -283,7 +289,7 @@ class Releases:
         """
         self._newest, self.followed = None, False
         if release:
-            self._newest = self._ready[head - 1, NO_TABLES, head] = asyncio.get_running_loop().create_future()
+            self._newest = self._ready[_next_key(head)] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
         self._wake()
 
