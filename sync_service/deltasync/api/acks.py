@@ -383,7 +383,7 @@ class Acks:
         token: newest token from the replica; 0 before the first.
         goodbye: whether the replica has said goodbye.
         stopped: the replica's own reason for stopping; empty if it has not stopped.
-        damaged: set when the replica's rows differ from those sent.
+        damaged: wakes the stream when the replica's rows differ from those sent.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class Acks:
         self.sent = Position()
         self.messages = self.token = 0
         self.goodbye, self.stopped = False, ""
-        self.damaged = asyncio.Event()
+        self.damaged = Signal()
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
         """Process acks until the replica ends its side of the stream.
@@ -475,4 +475,4 @@ class Acks:
         self._replica.note_damage(names)
         if more or helpless:
             self._emit(EventKind.REPLICA_DAMAGED, f"its rows differ from those sent in {', '.join(names)}")
-        self.damaged.set()
+        self.damaged.wake()

@@ -41,13 +41,12 @@ from deltasync.service.models import Models
 from deltasync.service.volumes import Volumes
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.messages import (
-    checksums_to_message,
     form_to_message,
     mode_to_message,
     position_from_message,
     position_to_message,
 )
-from deltasync.wire.row_messages import fits_message, whole_message
+from deltasync.wire.row_messages import Pieces, fits_message, release_end, whole_message
 
 # Errors that the replica causes. All others are the service's, and may have passed when the replica reconnects.
 _OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
@@ -156,24 +155,15 @@ def goes_whole(release: FrozenRelease, budget: int) -> bool:
     return bool(release.chunks) and release.nbytes <= budget and fits_message(release.message_bytes)
 
 
-def release_end(
-    feed: Feed, consumer: Consumer, release: FrozenRelease, head: Head, token: int
-) -> subscribe_pb2.ReleaseEnd:
-    """The end of a release that leads to `head`."""
-    return subscribe_pb2.ReleaseEnd(
+def replica_end(feed: Feed, consumer: Consumer, head: Head, token: int) -> bytes:
+    """The fields of a `ReleaseEnd` to `head` that `FrozenRelease.end` lacks."""
+    end = subscribe_pb2.ReleaseEnd(
         position=position_to_message(Position(feed.history, head.number, head.seal)),
-        step=head.step,
-        step_end_unix_ns=head.step_end_unix_ns,
-        rows=release.rows,
-        version=head.version,
-        whole=sorted(release.whole),
-        sums=checksums_to_message(dict(enumerate(release.checksums))),
-        event_time_unix_ns=head.event_time_unix_ns or 0,
         token=token,
         behind_ns=_behind_ns(feed, consumer, head.number),
         version_seal=feed.seals.checksum_of(head.version),
-        kept=head.kept,
     )
+    return end.SerializeToString()
 
 
 def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
@@ -232,10 +222,12 @@ class ReplicaStream:
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> Responses:
         """Yield responses until either side ends the stream."""
-        acks = asyncio.create_task(self._acks.run(requests))
+        self._ack_reader = asyncio.create_task(self._acks.run(requests))
+        # One task for all waits of this stream.
+        self._stop = asyncio.create_task(first_of(self._ended.wait(), self._draining.wait(), seconds=None))
         watch = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
-            async for response in self._responses(acks):
+            async for response in self._responses():
                 self._acks.messages += 1
                 yield response
         except StreamEnded as error:
@@ -249,8 +241,8 @@ class ReplicaStream:
             self._leave(error)
             raise
         finally:
-            acks.cancel()
-            watch.cancel()
+            for task in (self._ack_reader, self._stop, watch):
+                task.cancel()
 
     def _leave(self, error: BaseException) -> None:
         """Record and report the end of the stream."""
@@ -282,12 +274,12 @@ class ReplicaStream:
                 stream.cancel()
                 return
 
-    async def _responses(self, acks: asyncio.Task[None]) -> Responses:
+    async def _responses(self) -> Responses:
         while (feed := self._ready_feed()) is None:
             yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress())
             if self._ready_feed() is None:  # Check again, as a change during the yield woke nobody.
                 source = self._consumers.feed(self._consumer)
-                await self._wait(acks, source.changed() if source else self._models.added.changed())
+                await self._wait(source.changed() if source else self._models.added.changed())
         self._feed = self._acks.feed = feed
         under_way, reading_again = self._acks.under_way, self._acks.reading_again
         yield self._opened()
@@ -298,24 +290,23 @@ class ReplicaStream:
                 # The replica still reports readiness by the old limit.
                 text = f"consumer {self._consumer.name!r} has a new readiness limit; reconnect"
                 raise Superseded(text)
-            self._acks.damaged.clear()
             if self._asked and (number := reading_again.due):
                 reading_again.ask(number, self._feed.version_of(self._acks.sent.number), under_way.checksums)
                 yield self._no_news(number)
                 continue
             if self._blocked:
-                await self._wait_unblocked(acks)
+                await self._wait_unblocked()
                 if self._blocked:
                     yield self._no_news()
                 continue
             whole = under_way.due(time.monotonic())
             if self._feed.position == self._acks.sent and not whole and self._asked:
                 asked = self._replica.verification.signal.changed()
-                await self._wait(acks, self._feed.changed(), self._acks.damaged.wait(), asked)
+                await self._wait(self._feed.changed(), self._acks.damaged.changed(), asked)
                 if self._feed.position == self._acks.sent and not (under_way.damaged or reading_again.due):
                     yield self._no_news()
                 continue
-            async for response in self._send(self._feed.release(self._acks.sent.number, whole), acks):
+            async for response in self._send(self._feed.release(self._acks.sent.number, whole)):
                 yield response
 
     @property
@@ -324,9 +315,9 @@ class ReplicaStream:
         paused = self._consumer.pause is not None and self._feed.position != self._acks.sent
         return paused or self._acks.under_way.full
 
-    async def _wait_unblocked(self, acks: asyncio.Task[None]) -> None:
+    async def _wait_unblocked(self) -> None:
         pause, asked = self._consumer.pause, self._replica.verification.signal.changed()
-        await self._wait(acks, self._consumer.brake.changed(), asked, self._acks.under_way.room())
+        await self._wait(self._consumer.brake.changed(), asked, self._acks.under_way.room())
         if pause and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
             raise Superseded(f"consumer {self._consumer.name!r} got a new policy during a pause; reconnect")
 
@@ -367,49 +358,48 @@ class ReplicaStream:
             text = f"it had number {held.number} of discarded history {held.history}, and now gets {head}"
             self._emit(EventKind.REPLICA_REWOUND, text)
 
-    async def _send(self, reading: asyncio.Future[Release], acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, reading: asyncio.Future[Release]) -> Responses:
         # Awaited only here, to keep no release in memory while there is nothing to send.
-        async for progress in self._until_done(reading, acks):
+        async for progress in self._until_done(reading):
             yield progress
         release = reading.result()
         self._check_forms()
         if self._kept_from(release):  # Drop the release; a later one repeats its rows and repairs.
             if self._feed.position == self._acks.sent:  # Otherwise the caller waits for the end of the pause.
-                await self._wait(acks, self._feed.changed(), self._consumer.brake.changed())
+                await self._wait(self._feed.changed(), self._consumer.brake.changed())
             return
         self._asked = True
         with self._credit.going_on():
             if isinstance(release, LargeRelease):
                 copying = release.begin()
                 while not isinstance(release, FrozenRelease):
-                    await self._room_for(min(BLOCK_BYTES, self._credit.budget // 4), release, acks)
+                    await self._room_for(min(BLOCK_BYTES, self._credit.budget // 4), release)
                     copied = asyncio.ensure_future(copying.next())
-                    async for progress in self._until_done(copied, acks):
+                    async for progress in self._until_done(copied):
                         yield progress
                     self._check_forms()
                     if isinstance(block := copied.result(), FrozenRelease):
                         release = block
                     else:
                         for chunk in block:
-                            await self._take_credit(chunk.nbytes, release, acks)
+                            await self._take_credit(chunk.nbytes, release)
                             yield chunk.message
             if release.head and goes_whole(release, self._credit.budget):
-                await self._take_credit(release.nbytes, release, acks)
-                end = self._end(release, release.head)
-                yield whole_message([(chunk.slot, chunk.rows) for chunk in release.chunks], end)
+                await self._take_credit(release.nbytes, release)
+                yield whole_message(self._end(release, release.head), [release.table_rows])
                 return
             for chunk in release.chunks:
-                await self._take_credit(chunk.nbytes, release, acks)
+                await self._take_credit(chunk.nbytes, release)
                 yield chunk.message
             if release.head:
                 self._check_running(release)
-                yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
+                yield release_end(self._end(release, release.head))
 
-    async def _until_done(self, reading: asyncio.Future[Any], acks: asyncio.Task[None]) -> Responses:
+    async def _until_done(self, reading: asyncio.Future[Any]) -> Responses:
         """Yield progress until the rows are read, as a release must be durable before it is sent."""
         try:
             while not reading.done():
-                await self._wait(acks, asyncio.shield(reading))
+                await self._wait(asyncio.shield(reading))
                 self._check_fed()
                 self._credit.note_moved()
                 if not reading.done() and self._feed.position != self._acks.sent:
@@ -421,35 +411,35 @@ class ReplicaStream:
             ):  # A task belongs to this stream, while others may await a future.
                 reading.cancel()
 
-    async def _take_credit(self, size: int, release: Release, acks: asyncio.Task[None]) -> None:
+    async def _take_credit(self, size: int, release: Release) -> None:
         """Wait until `size` bytes of a release may be sent, and count them."""
-        await self._room_for(size, release, acks)
+        await self._room_for(size, release)
         self._credit.note_moved()
         self._credit.sent_bytes += size
         self._consumer.released_bytes += size
 
-    async def _room_for(self, size: int, release: Release, acks: asyncio.Task[None]) -> None:
+    async def _room_for(self, size: int, release: Release) -> None:
         """Wait until `size` bytes of a release may be sent."""
         while not self._credit.allows(size):
-            await self._wait(acks, self._credit.returned())
+            await self._wait(self._credit.returned())
             self._check_fed()
         self._check_running(release)
 
-    def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
-        """Make the end of a release, and record the release as sent."""
+    def _end(self, release: FrozenRelease, head: Head) -> Pieces:
+        """Make the end of a release, in pieces, and record the release as sent."""
         self._acks.sent = Position(self._feed.history, head.number, head.seal)
         self._acks.under_way.note(release, head, self._credit.sent_bytes, time.monotonic())
         self._consumer.released_rows += release.rows
-        return release_end(self._feed, self._consumer, release, head, self._acks.token)
+        return [release.end, replica_end(self._feed, self._consumer, head, self._acks.token)]
 
-    async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
+    async def _wait(self, *events: Awaitable[object]) -> None:
         """Wait briefly for one of the events. If the ack stream has ended, end this stream too."""
         limit = self._consumer.policy.ready_within_seconds
         # Send the next message well within the limit.
         seconds = min(_PROGRESS_SECONDS, limit / 4) if limit else _PROGRESS_SECONDS
-        await first_of(*events, self._ended.wait(), self._draining.wait(), seconds=seconds, task=acks)
-        if acks.done():
-            acks.result()
+        await first_of(*events, seconds=seconds, tasks=(self._ack_reader, self._stop))
+        if self._ack_reader.done():
+            self._ack_reader.result()
             raise StreamEnded
         if self._draining.is_set():
             raise ServiceUnavailable("the service is shutting down; reconnect")

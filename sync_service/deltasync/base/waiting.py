@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Coroutine, Iterator
-from typing import Any, Literal
+from collections.abc import Awaitable, Collection, Iterator
+from typing import Any
 
 # Bounds of `backoff`.
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 5.0
@@ -13,26 +13,29 @@ class Signal:
     """A signal for changes, used in one event loop."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiting = set[asyncio.Future[None]]()
 
-    def changed(self) -> Coroutine[None, None, Literal[True]]:
-        """Return an awaitable for the next change after this call."""
-        return self._event.wait()
+    def changed(self) -> asyncio.Future[None]:
+        """Return a future for the next change after this call. The caller may cancel it; nobody else has it."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
 
     def wake(self) -> None:
         """Wake all tasks that wait for a change."""
-        self._event.set()
-        self._event = asyncio.Event()
+        for each in self._waiting:
+            if not each.done():
+                each.set_result(None)
 
 
 async def first_of(
-    *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
+    *events: Awaitable[object], seconds: float | None, tasks: Collection[asyncio.Task[Any]] = ()
 ) -> None:
-    """Wait at most `seconds` for the first of some events or for a task, without cancelling the task."""
+    """Wait at most `seconds` for the first of some events or tasks. Then cancel the events, but not the tasks."""
     waiting = [asyncio.ensure_future(each) for each in events]
     try:
-        also = [task] if task else []
-        await asyncio.wait([*also, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*tasks, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for each in waiting:
             each.cancel()

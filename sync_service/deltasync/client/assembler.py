@@ -1,9 +1,9 @@
 """Assemble releases from the chunks of one stream."""
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,14 +27,14 @@ def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
     """Rows in order of arrival, each row only as it arrived last. Empties `batches`.
 
     Raises:
-        IndexError: a row id is outside of its table.
+        IndexError: batches of a table overlap, and a row id is outside of it.
     """
-    several = {name for name, count in Counter(each.table.name for each in batches).items() if count > 1}
+    overlapping = _overlapping_tables(batches)
     seen = dict[str, Mask]()
     latest = list[RowBatch]()
     while batches:  # From the end. This frees each batch as soon as its rows are copied.
         batch = batches.pop()
-        if (name := batch.table.name) in several:
+        if (name := batch.table.name) in overlapping:
             if name not in seen:
                 seen[name] = np.zeros(batch.table.rows, np.bool_)
             new = ~seen[name][batch.ids]
@@ -43,6 +43,18 @@ def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
         if len(batch):
             latest.append(batch)
     return latest[::-1]
+
+
+def _overlapping_tables(batches: Iterable[RowBatch]) -> set[str]:
+    """Names of the tables whose batches overlap, so that a row may be in several."""
+    spans = dict[str, list[tuple[int, int]]]()
+    for batch in filter(len, batches):
+        spans.setdefault(batch.table.name, []).append((int(batch.ids[0]), int(batch.ids[-1])))
+    return {
+        name
+        for name, some in spans.items()
+        if any(last >= first for (_, last), (first, _) in pairwise(sorted(some)))
+    }
 
 
 def _some(batch: RowBatch, which: Mask) -> RowBatch:

@@ -34,7 +34,7 @@ from deltasync.wire.messages import (
     shard_to_message,
     table_to_message,
 )
-from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_message
+from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, table_pieces, whole_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,7 +438,8 @@ class _Stream:
                 yield publish_pb2.PublishRequest(goodbye=part)
                 return
             if fits_message(sum(rows.message_bytes for rows in part.rows)):
-                yield whole_message(_pieces(part, self._slots), self._close(part))
+                end = self._close(part).SerializeToString()
+                yield whole_message([end], table_pieces(_pieces(part, self._slots)))
             else:
                 yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))
                 yield publish_pb2.PublishRequest(close=self._close(part))

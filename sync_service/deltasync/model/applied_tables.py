@@ -251,6 +251,7 @@ class AppliedTables:
                 table.removed = table.removed or table.spec.name in stale
             self._replace([*kept, *made])
             await self._run(grow, larger)
+            self.changes += 1
             self._changed()
 
     async def remove(self, name: str) -> None:

@@ -11,10 +11,10 @@ the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
@@ -97,7 +97,7 @@ class Model:
         self.signal = Signal()
         self.failure = ""
         self.recent = RecentCuts()
-        self._forms: list[TableForm] = []
+        self._forms: tuple[int, list[TableForm]] = (0, [])  # As of a number of changes of the tables.
         self._checkpointing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self.tables = AppliedTables(name, self.store, memory, self.seals, self.on_thread, self._forget_releases)
@@ -116,11 +116,11 @@ class Model:
     @property
     def forms(self) -> list[TableForm]:
         """The form in which a consumer without a policy gets each table, by slot."""
-        specs = [table.spec for table in self.tables]
-        # Every replica reads them for every release, and comparing two lists of specs is fast.
-        if specs != [each.spec for each in self._forms]:
-            self._forms = [TableForm.unchanged(spec) for spec in specs]
-        return self._forms
+        changes, forms = self._forms
+        if changes != self.tables.changes:  # Every replica reads them several times for every release.
+            changes, forms = self.tables.changes, [TableForm.unchanged(table.spec) for table in self.tables]
+            self._forms = changes, forms
+        return forms
 
     @property
     def position(self) -> Position:
@@ -258,7 +258,7 @@ class Model:
         """The checksum of a version's seal; 0 if unknown."""
         return self.seals.checksum_of(version)
 
-    def changed(self) -> Coroutine[None, None, Literal[True]]:
+    def changed(self) -> asyncio.Future[None]:
         """Wait for a new head or table after this call."""
         return self.signal.changed()
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary, ref
 
@@ -16,7 +16,9 @@ from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.wire.row_messages import at_end_of, chunk_rows, chunked, release_chunk
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.messages import checksums_to_message
+from deltasync.wire.row_messages import at_end_of, chunk_rows, chunked, release_chunk, table_pieces
 
 NO_TABLES: frozenset[int] = frozenset()
 
@@ -111,21 +113,53 @@ class FrozenRelease:
     whole: frozenset[int] = NO_TABLES
     checksums: tuple[int, ...] = ()
     rows_before: int = 0
+    _table_rows: bytes = b""
 
-    @property
+    # Every replica reads the properties of a release, which has many chunks if the model has many tables.
+
+    @cached_property
     def rows(self) -> int:
         """Number of rows of all tables, including those sent earlier."""
         return self.rows_before + sum(len(chunk.rows) for chunk in self.chunks)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of ids and values in its chunks, in bytes."""
         return sum(chunk.rows.nbytes for chunk in self.chunks)
 
-    @property
+    @cached_property
     def message_bytes(self) -> int:
-        """Size of ids, digests and values in its chunks, in bytes, both in messages and in memory."""
+        """Size of ids, digests and values in its chunks, in bytes, in messages."""
         return sum(chunk.rows.message_bytes for chunk in self.chunks)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of its rows in memory, in bytes, with `table_rows` once that is encoded."""
+        return self.message_bytes + len(self._table_rows)
+
+    @property
+    def table_rows(self) -> bytes:
+        """The rows of its `WholeRelease`, encoded once for all replicas; unused if it is sent in chunks."""
+        if not self._table_rows:
+            self._table_rows = b"".join(table_pieces((chunk.slot, chunk.rows) for chunk in self.chunks))
+        return self._table_rows
+
+    @cached_property
+    def end(self) -> bytes:
+        """The fields of its `ReleaseEnd` that are equal for all replicas, encoded once; none without a head."""
+        if (head := self.head) is None:
+            return b""
+        end = subscribe_pb2.ReleaseEnd(
+            step=head.step,
+            step_end_unix_ns=head.step_end_unix_ns,
+            rows=self.rows,
+            version=head.version,
+            whole=sorted(self.whole),
+            sums=checksums_to_message(dict(enumerate(self.checksums))),
+            event_time_unix_ns=head.event_time_unix_ns or 0,
+            kept=head.kept,
+        )
+        return end.SerializeToString()
 
 
 def freeze(
@@ -205,8 +239,14 @@ State: TypeAlias = tuple[Sequence[StampedTable], Head | None]
 Run: TypeAlias = Callable[..., Awaitable[Any]]
 Release: TypeAlias = "FrozenRelease | LargeRelease"
 
+# What `Releases.get` was asked for. Replicas with equal keys share a release.
 _Key = tuple[int, frozenset[int], int]
 T = TypeVar("T")
+
+
+def _next_key(head: int) -> _Key:
+    """The key of replicas at the number before `head`. Their release can be made of the cut or release alone."""
+    return head - 1, NO_TABLES, head
 
 
 class Releases:
@@ -233,7 +273,7 @@ class Releases:
     def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Future[Release]:
         """The rows of `head` that a replica at `after` lacks, with every row of the tables `whole`."""
         key = (after, whole, head)
-        self.followed |= after == head - 1
+        self.followed |= key == _next_key(head)
         future = self._ready.get(key)
         if future is None or _failed(future):
             future = self._ready[key] = asyncio.get_running_loop().create_future()
@@ -249,7 +289,7 @@ class Releases:
         """
         self._newest, self.followed = None, False
         if release:
-            self._newest = self._ready[head - 1, NO_TABLES, head] = asyncio.get_running_loop().create_future()
+            self._newest = self._ready[_next_key(head)] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
         self._wake()
 
@@ -321,7 +361,7 @@ class Releases:
         """Memory left for releases, in bytes; negative if they exceed the limit."""
         live = [release for each in self._frozen if (release := each())]
         self._frozen = [ref(release) for release in live]
-        return self._memory_bytes - sum(release.message_bytes for release in live)
+        return self._memory_bytes - sum(release.memory_bytes for release in live)
 
     def noted(self, release: FrozenRelease) -> FrozenRelease:
         """Count the memory of a release while it is in use, and return the release."""

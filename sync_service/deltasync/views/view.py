@@ -2,10 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.decision import Decision
@@ -108,7 +108,7 @@ class View:
         """The rows that a replica at number `after` lacks, with every row of the tables `whole`."""
         return self._releases.get(after, whole, self.position.number)
 
-    def changed(self) -> Coroutine[None, None, Literal[True]]:
+    def changed(self) -> asyncio.Future[None]:
         """Wait for a change of head, tables or trouble after this call."""
         return self._signal.changed()
 

@@ -78,11 +78,24 @@ def _published(slot: int, encoded: memoryview) -> bytes | None:
     return message if sent_slot == slot and len(columns.message) == len(encoded) else None
 
 
-def whole_message(rows: Iterable[tuple[int, RowBatch]], end: Message) -> bytes:
-    """Write a `PublishRequest` or `SubscribeResponse` with a whole part or release: its end, and rows by slot."""
-    pieces = _message(_END, [end.SerializeToString()])
-    pieces += (piece for slot, batch in rows for piece in _message(_ROWS, _table_rows(slot, batch)))
-    return b"".join(_message(_WHOLE, pieces))
+def whole_message(end: Pieces, rows: Pieces) -> bytes:
+    """Write a `PublishRequest` or `SubscribeResponse` with a whole part or release.
+
+    Args:
+        end: its serialized end. Readers merge the pieces, because protobuf merges concatenated messages.
+        rows: its rows, as from `table_pieces`.
+    """
+    return b"".join(_message(_WHOLE, [*_message(_END, end), *rows]))
+
+
+def table_pieces(rows: Iterable[tuple[int, RowBatch]]) -> Pieces:
+    """The rows of a whole part or release, by slot, in pieces."""
+    return [piece for slot, batch in rows for piece in _message(_ROWS, _table_rows(slot, batch))]
+
+
+def release_end(end: Pieces) -> bytes:
+    """Write a `SubscribeResponse` with the end of a release; `end` as in `whole_message`."""
+    return b"".join(_message(_RELEASE_END, end))
 
 
 def serialized(message: Message | bytes) -> bytes:
@@ -395,4 +408,4 @@ _SLOT, _TABLE_ROWS = _tag(tables_pb2.TableRows, "slot", _NUMBER), _tag(tables_pb
 # The fields for publishers have the same numbers in the messages to replicas.
 _CHUNK, _WHOLE = _tag(publish_pb2.PublishRequest, "chunk"), _tag(publish_pb2.PublishRequest, "part")
 _STEP, _ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_pb2.PartChunk, "rows")
-_END = _tag(publish_pb2.WholePart, "close")
+_END, _RELEASE_END = _tag(publish_pb2.WholePart, "close"), _tag(subscribe_pb2.SubscribeResponse, "release_end")

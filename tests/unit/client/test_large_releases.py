@@ -1,6 +1,7 @@
 """Large releases at their receivers: rows come several times, and changed or deleted in between."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -215,6 +216,28 @@ def test_of_rows_that_come_several_times_the_last_ones_are_kept_in_their_order()
         ("user", [5], 4.0),
     ]
     assert not batches
+
+
+def test_rows_that_come_once_need_no_memory_for_the_rest_of_their_table() -> None:
+    vast = TableSpec("vast", 1 << 30, 1)
+    batches = [batch(vast, [1, 2], 1.0), batch(vast, [8, 9], 2.0), batch(vast, [3, 7], None), batch(vast, [], 3.0)]
+    arrived = list(batches)
+    tracemalloc.start()
+    try:
+        assert latest_rows(arrived) == batches[:3]
+        assert tracemalloc.get_traced_memory()[1] < vast.rows
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 9)), st.booleans()), max_size=6))
+def test_rows_are_those_that_came_last(arrived: list[tuple[set[int], bool]]) -> None:
+    numbered = [(sorted(ids), None if deleted else float(at)) for at, (ids, deleted) in enumerate(arrived)]
+    expected = {row: value for ids, value in numbered for row in ids}
+    latest = latest_rows([batch(USER, ids, value) for ids, value in numbered])
+    found = {row: None if each.deleted else each.values[0, 0] for each in latest for row in each.ids.tolist()}
+    assert found == expected
+    assert sum(map(len, latest)) == len(found)
 
 
 def test_norms_go_with_their_rows() -> None:

@@ -160,7 +160,7 @@ async def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(service: Serv
     consumer = await service.consumers.create("top", "clicks", Policy(top_k=1))
     of_it = service.registry.connect(consumer, "a", asyncio.Event())
     service.registry.acknowledge(consumer, of_it, Position("h", 1))
-    woken = asyncio.create_task(consumer.signal.changed())
+    woken = consumer.signal.changed()
     for _ in range(3):
         service.registry.acknowledge(consumer, of_it, Position("h", 1))
         await asyncio.sleep(0)

@@ -1,6 +1,8 @@
 """Tables that have grown in a later run: old rows stay, a crash leaves one size or the other, and who is refused
 harms nobody."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -71,7 +73,14 @@ async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_hav
     model = service.models["clicks"]
     before = list(model.forms)
     assert all(each is again for each, again in zip(before, model.forms, strict=True))
-    await publish_later(service, GROWN)
+    changes, grow = model.tables.changes, threading.Event()
+    model.submit(grow.wait, 20)
+    growing = asyncio.create_task(publish_later(service, GROWN))
+    while model.tables.changes == changes:
+        await asyncio.sleep(0)
+    assert model.forms == before, "read while the tables grow"
+    grow.set()
+    await growing
     assert [each.spec for each in before] == TABLES
     assert [each.spec for each in model.forms] == GROWN
 

@@ -192,7 +192,10 @@ def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
     head = Head(1, 1, 0, 0)
     assert made.releases.of_cut([(0, rows)], made.tables, head) is None
     assert made.releases.of_cut([(0, rows[:1].digested())], made.tables, head) is None, "digests take memory, too"
-    assert made.releases.of_cut([(0, rows[:1])], made.tables, head)
+    release = made.releases.of_cut([(0, rows[:1])], made.tables, head)
+    assert release
+    room, size = made.releases.room, len(release.table_rows)
+    assert made.releases.room == room - size, "and so do the bytes for all replicas"
 
 
 def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:

@@ -30,7 +30,7 @@ from deltasync.model.model import Model
 from deltasync.model.releases import FrozenRelease, freeze
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, subscribe_pb2
-from deltasync.wire.row_messages import part_chunk, release_chunk, serialized
+from deltasync.wire.row_messages import part_chunk, release_chunk, serialized, table_pieces
 
 REPLICAS = 40
 
@@ -66,21 +66,27 @@ async def published(session: PublishSession, service: Service, requests: list[An
 
 
 def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are read from the tables are encoded once; those that go with a release's end, copied for each."""
+    """Rows are encoded once, in chunks or as those of a whole release. Each replica's end differs."""
 
     async def scenario(service: Service) -> None:
         written = list[int]()
+        whole = list[Any]()
         made = list[int]()
 
         def counted(slot: int, rows: RowBatch) -> bytes:
             written.append(slot)
             return release_chunk(slot, rows)
 
+        def joined(rows: Any) -> Any:
+            whole.append(rows)
+            return table_pieces(rows)
+
         def noted(*arguments: Any) -> Any:
             made.append(arguments[1])
             return freeze(*arguments)
 
         monkeypatch.setattr("deltasync.model.releases.release_chunk", counted)
+        monkeypatch.setattr("deltasync.model.releases.table_pieces", joined)
         monkeypatch.setattr(releases, "freeze", noted)
         await service.consumers.create("plain", "clicks", Policy())
         session = await join(service)
@@ -94,7 +100,9 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
             assert len(written) == encoded
             assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
             assert [len(each) for each in sent] == [chunks] * REPLICAS
+            assert len(whole) == 1
             written.clear()
+            whole.clear()
         assert made == [0]
         for stream in streams:
             await stream.aclose()

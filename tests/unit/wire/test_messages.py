@@ -101,6 +101,28 @@ def test_messages_with_rows_are_as_generated_classes_write_them(
     assert publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)) == part
 
 
+@st.composite
+def ends(draw: st.DrawFn) -> tuple[subscribe_pb2.ReleaseEnd, rows.Pieces]:
+    """An end, and the same in two serialized pieces, each with some of its fields."""
+    slots, numbers, times = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "position": st.builds(tables_pb2.Position, history=st.text(max_size=3), version=numbers, seal=numbers),
+        "step_end_unix_ns": times,
+        "whole": st.lists(slots, max_size=3),
+        "sums": st.lists(st.builds(tables_pb2.Checksum, slot=slots, sum=numbers), max_size=3),
+        "event_time_unix_ns": times,
+        "kept": st.text(max_size=3),
+        **dict.fromkeys(("step", "rows", "version", "token", "behind_ns", "version_seal"), numbers),
+    }
+    pieces: rows.Pieces = []
+    whole, first = subscribe_pb2.ReleaseEnd(), draw(st.sets(st.sampled_from(sorted(fields))))
+    for names in (first, fields.keys() - first):
+        piece = subscribe_pb2.ReleaseEnd(**{name: draw(fields[name]) for name in sorted(names)})
+        pieces.append(piece.SerializeToString())
+        whole.MergeFrom(piece)
+    return whole, pieces
+
+
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 300), st.booleans()), max_size=4), st.data())
 def test_whole_parts_and_releases_are_those_that_generated_classes_write(
     tables: list[tuple[int, int, bool]], data: st.DataObject
@@ -114,11 +136,23 @@ def test_whole_parts_and_releases_are_those_that_generated_classes_write(
         releases.append(chunk.rows)
     close = publish_pb2.PartClose(step=data.draw(st.integers(0, 2**64 - 1)), full=data.draw(st.booleans()))
     whole_part = publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=parts, close=close))
-    assert publish_pb2.PublishRequest.FromString(rows.whole_message(batches, close)) == whole_part
-    end = subscribe_pb2.ReleaseEnd(rows=data.draw(st.integers(0, 2**64 - 1)))
+    written = rows.whole_message([close.SerializeToString()], rows.table_pieces(batches))
+    assert publish_pb2.PublishRequest.FromString(written) == whole_part
+    end, pieces = data.draw(ends())
     release = subscribe_pb2.SubscribeResponse(release=subscribe_pb2.WholeRelease(rows=releases, end=end))
-    written = rows.whole_message(batches, end)
+    written = rows.whole_message(pieces, rows.table_pieces(batches))
     assert subscribe_pb2.SubscribeResponse.FromString(written) == release
+    received = rows.read_response(written)
+    assert isinstance(received, rows.ReceivedRows)
+    assert received.end == end
+
+
+@given(st.data())
+def test_the_end_of_a_release_is_the_one_that_the_generated_class_writes(data: st.DataObject) -> None:
+    end, pieces = data.draw(ends())
+    written = rows.release_end(pieces)
+    assert subscribe_pb2.SubscribeResponse.FromString(written).release_end == end
+    assert rows.read_response(written) == subscribe_pb2.SubscribeResponse(release_end=end)
 
 
 @given(st.integers(0, 40), st.integers(1, 300))
@@ -405,7 +439,8 @@ def test_a_part_of_very_many_tables_is_read_one_table_at_a_time() -> None:
     """The event loop has other things to do, and most of what a bad peer sends is never read."""
     batch = RowBatch.of_table(TableSpec("t", 20, 1), [7], np.ones((1, 1), "<f4"))
     close = publish_pb2.PartClose(step=3, rows=1000)
-    received = rows.read_request(rows.whole_message([(slot, batch) for slot in range(1000)], close))
+    tables = rows.table_pieces((slot, batch) for slot in range(1000))
+    received = rows.read_request(rows.whole_message([close.SerializeToString()], tables))
     assert isinstance(received, rows.ReceivedRows)
     assert iter(received.rows) is received.rows
     assert received.end == close
