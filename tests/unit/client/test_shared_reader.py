@@ -18,7 +18,7 @@ from tests.support.shared_memory import header, pins, release_of, served_side
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
-from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
+from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.client import SharedReader, SharedTarget, TableSpec, TornTarget
 from deltasync.client.shared import layout
 
@@ -203,6 +203,14 @@ def test_a_missing_or_short_file_is_an_error_that_names_it(folder: Path, size: i
     with pytest.raises(StorageFailed, match="cannot be used"):
         reader.lookup_keys(USER.name, IDS)
     target.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"short"])
+def test_a_short_control_file_is_not_of_a_mirror(folder: Path, content: bytes) -> None:
+    mirror(folder).close()
+    (layout.folder_of("m", folder) / layout.CONTROL).write_bytes(content)
+    with pytest.raises(InvalidInput, match="is not of a mirror"):
+        attached(folder)
 
 
 def test_a_damaged_number_of_the_side_is_no_crash(folder: Path) -> None:
