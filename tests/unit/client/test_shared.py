@@ -4,7 +4,6 @@ import fcntl
 import gc
 import os
 import resource
-import signal
 import tempfile
 import threading
 import time
@@ -565,31 +564,4 @@ def test_tables_grow_while_a_version_is_pinned(folder: Path) -> None:
     applying.join()
     with reader.reading() as now:
         assert now.tables[USER.name].shape == (3 * ROWS, USER.dim)
-    target.close()
-
-
-def test_the_mirror_goes_on_while_a_reader_is_stopped_and_it_learns_that_its_pin_was_overridden(
-    folder: Path,
-) -> None:
-    here, there = get_context("fork").Pipe()
-
-    def read() -> None:
-        try:
-            with SharedReader("m", directory=folder).reading() as now:
-                there.send(now.version)
-                os.kill(os.getpid(), signal.SIGSTOP)
-        except TornTarget:
-            there.send("torn")
-
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
-    target.apply(release_of(1, 1.0, resync=True))
-    process = get_context("fork").Process(target=read)
-    process.start()
-    assert here.recv() == 1
-    for version in (2, 3):
-        target.apply(release_of(version, float(version)))
-    os.waitid(os.P_PID, process.pid or 0, os.WSTOPPED | os.WNOWAIT)
-    os.kill(process.pid or 0, signal.SIGCONT)
-    assert here.recv() == "torn"
-    process.join(20)
     target.close()

@@ -148,7 +148,7 @@ def test_a_pin_ends_with_its_process_also_if_a_child_of_it_lives(folder: Path) -
 
     process = get_context("fork").Process(target=pin_and_fork)
     process.start()
-    process.join(20)
+    process.join()
     os.read(started[0], 1)
     assert pins(folder) == [], "the child has no lock on the entry"
     for each in (*started, *ending):
