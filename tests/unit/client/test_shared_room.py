@@ -26,7 +26,7 @@ INDEX_BYTES = 16384 * 16  # At least three slots for each raw id.
 CONTROL_BYTES = layout.CONTROL_BYTES + layout.READERS_BYTES
 SIDE_BYTES = sum(table.nbytes + table.rows for table in TABLES) + INDEX_BYTES
 # Less than half a side more.
-TWO_SIDES = f"size={(CONTROL_BYTES + 2 * SIDE_BYTES + SIDE_BYTES // 3) // 4096 * 4}k"
+TWO_SIDES = f"{(CONTROL_BYTES + 2 * SIDE_BYTES + SIDE_BYTES // 3) // 4096 * 4}k"
 KILLED = 9
 
 
@@ -62,6 +62,12 @@ def write_changes(folder: Path) -> None:
     newest = memory.newest().version
     memory.apply(release_of(newest + 1))
     memory.apply(release_of(newest + 2, resync=True))
+
+
+def grow(folder: Path) -> None:
+    memory = opened(folder)
+    newest = memory.newest().version
+    memory.apply(release_of(newest + 1, table=replace(WIDE, rows=WIDE.rows + 3000 * newest)))
 
 
 def killed(number: int, write: Callable[[Path], None], folder: Path) -> bool:
@@ -143,8 +149,24 @@ def test_a_mirror_that_is_killed_anywhere_goes_on_in_the_same_memory_while_reade
     assert kills(tmp_path, is_killed) > 10
 
 
-def kills(folder: Path, is_killed: Callable[[int], bool]) -> int:
-    """Call a function for each fence in new memory of two sides, until none is left; returns their number."""
+def test_a_mirror_that_is_killed_anywhere_while_tables_grow_leaves_no_file_behind(tmp_path: Path) -> None:
+    def is_killed(number: int) -> bool:
+        finish(write_first_copy, tmp_path)
+        died = killed(number, grow, tmp_path)
+        before = check(SharedReader("m", directory=tmp_path))
+        finish(start_again, tmp_path)
+        assert files(tmp_path) == 10, "of two tables on two sides rows and which exist, and two indices"
+        assert check(SharedReader("m", directory=tmp_path)) == before
+        finish(grow, tmp_path)
+        assert check(SharedReader("m", directory=tmp_path)) == before + 1
+        assert files(tmp_path) == 10
+        return died
+
+    assert kills(tmp_path, is_killed, size="32m") > 10
+
+
+def kills(folder: Path, is_killed: Callable[[int], bool], size: str = TWO_SIDES) -> int:
+    """Call a function for each fence in new memory, until none is left; returns their number."""
 
     def work() -> None:
         number = 1
@@ -153,7 +175,7 @@ def kills(folder: Path, is_killed: Callable[[int], bool]) -> int:
             number += 1
         (folder.parent / "number").write_text(str(number))
 
-    in_tmpfs(folder, TWO_SIDES, work)
+    in_tmpfs(folder, f"size={size}", work)
     return int((folder.parent / "number").read_text())
 
 
@@ -172,7 +194,7 @@ def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_lef
         assert files(tmp_path) == 10, "of two tables on two sides rows and which exist, and two indices"
         assert check(SharedReader("m", directory=tmp_path)) == 2
 
-    in_tmpfs(tmp_path, TWO_SIDES, work)
+    in_tmpfs(tmp_path, f"size={TWO_SIDES}", work)
 
 
 def test_huge_pages_are_used_where_the_file_system_has_them(tmp_path: Path) -> None:
