@@ -17,7 +17,6 @@ from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import Policy
-from deltasync.log import lmdb_store
 from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.model.model_store import note_removal
@@ -107,7 +106,7 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(LmdbStore, "_delete_range", deleting)
     patch.setattr(LmdbStore, "_keep", full)
-    patch.setattr(lmdb_store, "_put", full)
+    patch.setattr(LmdbStore, "_append", full)
     patch.setattr(os, "posix_fallocate", full)
 
 
