@@ -213,10 +213,14 @@ def test_every_answer_is_that_of_one_version_while_releases_come(
         assert torch.equal(torch.tensor(answer["scores"], dtype=torch.float32), expected[answer["version"]])
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_is_started_again(service: RunningService, trainer: Trainer) -> None:
     trainer.publish()
-    with workers(service, "predictors") as asked:
+    with workers(service, "predictors") as asked, ThreadPoolExecutor(16) as threads:
         asked.await_that("/ready", lambda answer: answer.status_code == 200)
+        # The supervisor looks at a dead worker only after the other one has started.
+        while len({answer["worker"] for answer in threads.map(lambda _: asked.predict(), range(16))}) < 2:
+            pass
         dead, before = asked.predict()["worker"], asked.children()
         os.kill(dead, signal.SIGKILL)
         (new,) = wait_for(lambda: asked.children() - before)
