@@ -57,7 +57,7 @@ class Folder:
             raise ServiceUnavailable(REMOVED)
 
 
-class Side:
+class MappedSide:
     """One side, as far as this process has mapped its arrays."""
 
     def __init__(self, folder: Folder, number: int) -> None:

@@ -12,7 +12,7 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
-from deltasync.client.shared.mapped_side import REMOVED, Folder, Side, Tables
+from deltasync.client.shared.mapped_side import REMOVED, Folder, MappedSide, Tables
 from deltasync.client.shared.pin import Pin
 from deltasync.client.targets.keyed_table import KeyedRows, checked_keys
 from deltasync.client.targets.numpy_target import rows_at
@@ -78,7 +78,7 @@ class SharedReader:
         if (found := self._header["magic"][0]) != layout.MAGIC or self._header["layout"][0] != layout.VERSION:
             what = f"layout {self._header['layout'][0]}" if found == layout.MAGIC else "other files"
             raise InvalidInput(f"{path} has {what}, this version reads layout {layout.VERSION}")
-        self._sides = [Side(self._folder, number) for number in (0, 1)]
+        self._sides = [MappedSide(self._folder, number) for number in (0, 1)]
         self._pins = threading.local()
         for each in (key_kernels.find, fence):
             each.compile()  # Now, so that no lookup waits for the compiler.
@@ -194,7 +194,7 @@ class SharedReader:
         finally:
             pin.release()
 
-    def _pinned(self, pin: Pin) -> tuple[Side, int]:
+    def _pinned(self, pin: Pin) -> tuple[MappedSide, int]:
         """Pin the served side; returns it with its sequence number."""
         for _ in range(_MOST_TRIES):
             side = self._served
@@ -206,7 +206,7 @@ class SharedReader:
                 return side, sequence
         raise self._too_fast()
 
-    def _try(self, read: Callable[[Side, Tables], T]) -> T:
+    def _try(self, read: Callable[[MappedSide, Tables], T]) -> T:
         for _ in range(_MOST_TRIES):
             side = self._served
             fence()
@@ -223,7 +223,7 @@ class SharedReader:
         raise self._too_fast()
 
     @property
-    def _served(self) -> Side:
+    def _served(self) -> MappedSide:
         return self._sides[int(self._header["served"][0]) & 1]
 
     def _too_fast(self) -> ServiceUnavailable:
