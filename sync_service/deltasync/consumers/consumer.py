@@ -34,7 +34,7 @@ class VerificationResult:
 
 
 class ReplicaVerification:
-    """VerificationResult requests to one replica and its answers, across its streams. Used in the event loop.
+    """Verification requests to one replica and its answers, across its streams. Used in the event loop.
 
     Attributes:
         signal: wakes with each request, each progress report and each answer.

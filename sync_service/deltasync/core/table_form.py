@@ -56,7 +56,7 @@ class TableForm:
 
     @classmethod
     def unchanged(cls, spec: TableSpec) -> "TableForm":
-        """Deliver rows in the table's own type."""
+        """The form with rows in the table's own type."""
         return cls(spec, own_type(spec) if spec.kind.ranked else None, Mode.EMBEDDINGS)
 
     def check(self) -> None:

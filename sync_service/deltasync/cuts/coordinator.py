@@ -221,10 +221,11 @@ class CutCoordinator:
                 raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
 
     def _give_up(self, current: "OpenCut", error: Exception) -> None:
-        """Fail a cut, and remove it from the log, unless a later cut has its version by now."""
+        """Fail a cut, and remove it from the log, unless it is sealed or a later cut has its version by now."""
         _fail(current, error)
         if self.open_cut is current:
-            self.model.store.drop_cut(current.cut.version)
+            if current.cut.version > self.model.seals.newest_version:
+                self.model.store.drop_cut(current.cut.version)
             self.open_cut = None
         self.note_left()
 

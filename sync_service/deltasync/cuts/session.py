@@ -296,7 +296,7 @@ class PublishSession:
         try:
             await self._unwritten.wait_for_room()
         except LogFull as error:
-            if self._part:
+            if self._part and self.coordinator.sessions.get(self.rank) is self:
                 self.coordinator.check_room(self._part[0], error)
             raise
 

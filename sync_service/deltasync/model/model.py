@@ -153,7 +153,7 @@ class Model:
             raise ServiceUnavailable(f"model {self.name!r} is stopped in this process; try again") from error
 
     def _forget_releases(self) -> None:
-        """Discard prepared releases, because tables changed or rows are damaged."""
+        """Discard releases, because tables changed or rows are damaged."""
         self.releases.forget()
         self.signal.wake()
 

@@ -294,7 +294,7 @@ class Releases:
         self._wake()
 
     def forget(self) -> None:
-        """Drop prepared releases because the tables changed."""
+        """Drop all releases because the tables changed."""
         self._ready.clear()
         self._newest, self.followed = None, False
         self._wake()

@@ -186,12 +186,16 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
         predicted = prompt.paste(visitor.here(README.block("predict")))
         assert "number=" in predicted
         assert "tensor([" in predicted
-        answer, table = visitor.shell(README.block("lag"))
-        assert '"state":"in sync"' in answer
+        # The ack may still be on its way.
+        table = wait_for(lambda: _table_if_in_sync(*visitor.shell(README.block("lag"))))
         assert "predictor-0" in table
     made, listed = visitor.shell(README.block("policy"))
     assert made == "consumer mobile follows model clicks: top_k=10 % of the changed rows, value_type=int8\n"
     assert listed.count("\n") == 3  # With the titles.
+
+
+def _table_if_in_sync(answer: str, table: str) -> str:
+    return table if '"state":"in sync"' in answer else ""
 
 
 def _beginning(*names: str) -> str:

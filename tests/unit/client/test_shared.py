@@ -547,6 +547,8 @@ def test_a_reader_that_pins_again_and_again_delays_one_release(
     assert [applied(version, side) for version, side in enumerate((1, 2, 1, 2), 2)] == [True, False, False, False]
     assert not applied(6, 0)
     assert applied(7, 1), "it may pin again once the mirror has seen it without a pin"
+    entry["pid"] += 1
+    assert applied(8, 2), "another reader may have the entry of one that was killed"
     os.close(fd)
     target.close()
 

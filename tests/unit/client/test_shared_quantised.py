@@ -25,7 +25,7 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 
 from deltasync.base.errors import Contradiction
-from deltasync.client import SharedReader, SharedTarget
+from deltasync.client import Position, SharedReader, SharedTarget
 from deltasync.client.shared.torch_module import SharedModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
@@ -102,4 +102,38 @@ def test_what_cannot_serve_from_the_memory_is_refused(folder: Path) -> None:
             SharedModule(reversed_rows)(now)
         with pytest.raises(Contradiction, match="set value_type int4-tbe in the consumer's policy"):
             SharedModule(quantised(Model(), 4))(now)
+    target.close()
+
+
+def test_modules_of_two_mirrors_may_share_their_tables(folder: Path) -> None:
+    module = Whole(quantised(Model()))
+    shared = [SharedModule(module), SharedModule(module)]
+    models = [with_other_rows(Model()), with_other_rows(Model())]
+    targets = [SharedTarget(name, "predictors", directory=folder) for name in "ab"]
+    for target, model in zip(targets, models, strict=True):
+        target.apply(replace(whole(model), version=1, model="clicks"))
+    readers = [SharedReader(name, directory=folder) for name in "ab"]
+    for number in (0, 1, 0):
+        with readers[number].reading() as now, torch.inference_mode():
+            found = by_table(shared[number](now, each_row()))
+        expected = outputs(quantised(models[number]))
+        assert all(torch.equal(found[name], expected[name]) for name in ("user", "item"))
+    for target in targets:
+        target.close()
+
+
+def test_a_table_that_leaves_the_mirror_is_not_answered_from_old_memory(folder: Path) -> None:
+    model, module = Model(), Whole(quantised(Model()))
+    shared, first = SharedModule(module), replace(whole(model), version=1, model="clicks")
+    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    target.apply(first)
+    with reader.reading() as now, torch.inference_mode():
+        shared(now, each_row())
+    tables, rows = first.tables[:1], [each for each in first.rows if each.table.name == first.tables[0].name]
+    target.apply(replace(first, position=Position("h", 2, 2), version=2, tables=tables, rows=rows))
+    with (
+        reader.reading() as now,
+        pytest.raises(Contradiction, match="is no longer in the mirror, and TBE 0 of sparse has"),
+    ):
+        shared(now, each_row())
     target.close()

@@ -121,7 +121,7 @@ SIDE_BYTES = SIDE.itemsize + MOST_TABLES * TABLE.itemsize
 CONTROL_BYTES = HEADER_BYTES + 2 * SIDE_BYTES
 
 # A thread owns an entry while it has a lock on its byte in `readers`: an open file description lock, which ends
-# with the process. `side` is 0, or 1 + the pinned side; `pid` is for people.
+# with the process. `side` is 0, or 1 + the pinned side; `pid` tells one reader from the next.
 READER = np.dtype(
     {
         "names": ["side", "pid"],

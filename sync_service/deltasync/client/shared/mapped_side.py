@@ -129,7 +129,7 @@ class Tables:
         self.folder, self.described = folder, described
         tables = np.frombuffer(described, layout.TABLE)
         self._descriptions: dict[str, Any] = {each["name"].decode(): each for each in tables}
-        files = {int(each[kind]) for each in tables for kind in ("file", "there", "index")}
+        files = {int(each[kind]) for each in tables for kind in layout.FILES}
         mapped = before.mapped.copy() if before else {}  # Other threads may add to it meanwhile.
         self.mapped: dict[int, MappedFile] = {file: memory for file, memory in mapped.items() if file in files}
         self._arrays, self._keyed = dict[str, Values](), dict[str, KeyedRows]()

@@ -177,7 +177,8 @@ class _Memory:
         self._unlock: Callable[[], object] | None = None
         self._closed = threading.Event()
         self._state = threading.Lock()
-        self._overridden = set[int]()  # The entries of readers for which the mirror has waited long enough.
+        # Entries and process ids of readers for which the mirror has waited long enough.
+        self._overridden = set[tuple[int, int]]()
         _MEMORIES.add(self)
 
     def open(self, consumer: str) -> None:
@@ -264,9 +265,10 @@ class _Memory:
             raise InvalidInput(
                 f"{self.folder} has layout {header['layout']}, this version writes {layout.VERSION}: {remedy}"
             )
-        if header["consumer"].decode() != consumer:
+        if header["consumer"] != consumer.encode():
             raise InvalidInput(
-                f"{self.folder} is of consumer {header['consumer'].decode()!r}, not {consumer!r}: {remedy}"
+                f"{self.folder} is of consumer {header['consumer'].decode(errors='replace')!r}, not {consumer!r}: "
+                f"{remedy}"
             )
         if self.served > 1:
             raise InvalidInput(f"{self.folder} is damaged, it has no side {self.served}: {remedy}")
@@ -353,17 +355,18 @@ class _Memory:
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _pins(self, side: int) -> set[int]:
-        """The entries that pin a side, and whose threads are alive.
+    def _pins(self, side: int) -> set[tuple[int, int]]:
+        """The entries that pin a side, and whose threads are alive, with the ids of their processes.
 
         An entry whose pin was overridden does not count before the mirror has seen it without a pin. Otherwise a
         reader that pins again and again could delay each release by the limit.
         """
         found = os.pread(self._readers, layout.READERS_BYTES, 0)
-        sides = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)["side"]
-        pinned = {each for each in np.flatnonzero(sides).tolist() if is_locked(self._readers, each)}
+        readers = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)
+        entries = np.flatnonzero(readers["side"]).tolist()
+        pinned = {(each, int(readers["pid"][each])) for each in entries if is_locked(self._readers, each)}
         self._overridden &= pinned
-        return {each for each in pinned - self._overridden if sides[each] == side + 1}
+        return {each for each in pinned - self._overridden if readers["side"][each[0]] == side + 1}
 
     # The state.
 

@@ -21,7 +21,7 @@ from deltasync.base.errors import Contradiction, DeltasyncError
 from deltasync.base.words import listed
 from deltasync.client.shared.reader import SharedReading
 from deltasync.client.targets.torch_binding import bind
-from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe, tables_in_tbes
+from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe, tables_in_tbes, tbes_of
 from deltasync.client.targets.torch_tensors import CastTensor, Tensor, named_tensor, torch_type
 from deltasync.core.rows import Values
 
@@ -60,7 +60,6 @@ class SharedModule:
         self.module = module
         self._current: _Binding | None = None
         self._bindings = deque[_Binding](maxlen=2)  # Of the two sides. To find one takes longer than a forward.
-        self._own = dict[tuple[Any, int], Values]()
 
     @property
     def names(self) -> frozenset[str]:  # noqa: D102  # See the class.
@@ -71,33 +70,34 @@ class SharedModule:
 
         Raises:
             Contradiction: the module has a table in another type or shape, or with managed collision: use a
-                `TorchTarget` in this process, which keeps a copy.
+                `TorchTarget` in this process, which keeps a copy. Or a quantised table has left the mirror.
         """
-        if self._current is None or self._current.tables is not reading.tables:
-            known = (each for each in self._bindings if each.tables is reading.tables)
-            if (binding := next(known, None)) is None:
-                binding = self._bind(reading)
-                self._bindings.append(binding)
-            for module, rows in binding.quantised:
-                _point(module, rows)
-            self._current = binding
-        return functional_call(self.module, self._current.tensors, args, kwargs)
+        binding = next((each for each in self._bindings if each.tables is reading.tables), None)
+        if binding is None:
+            binding = self._bind(reading)
+            self._bindings.append(binding)
+        for tbe, rows in binding.quantised:
+            if getattr(tbe, _ROWS, None) is not rows:
+                _point(tbe, rows)
+        self._current = binding
+        return functional_call(self.module, binding.tensors, args, kwargs)
 
     def _bind(self, reading: SharedReading) -> "_Binding":
         specs = {each.name: each for each in reading.specs}
-        binding, rows = bind(self.module, list(specs.values())), tensors(reading)
+        binding, of_table = bind(self.module, list(specs.values())), tensors(reading)
         problems: dict[str, DeltasyncError | str] = {
             name: error for name, error in binding.problems.items() if isinstance(error, Contradiction)
         }
-        found, tbes = dict[str, torch.Tensor](), defaultdict[Tbe, dict[int, Values]](dict)
+        found, in_memory = dict[str, torch.Tensor](), defaultdict[Any, dict[int, Values]](dict)
         for name, place in binding.places.items():
             if isinstance(place, QuantisedRows):
                 for shard in place.shards:
                     if shard.scale_last:
                         problems[name] = f"{shard.tbe.name} has scale and bias at the end of its rows"
-                    tbes[shard.tbe][shard.index] = reading.tables[name][shard.row : shard.row + shard.rows]
+                    end = shard.row + shard.rows
+                    in_memory[shard.tbe.module][shard.index] = reading.tables[name][shard.row : end]
             elif isinstance(place, Tensor) and not isinstance(place, CastTensor):
-                found[place.name] = rows[name].view(named_tensor(self.module, place.name).shape)
+                found[place.name] = of_table[name].view(named_tensor(self.module, place.name).shape)
             else:
                 problems[name] = (
                     f"table {name!r} has type {torch_type(specs[name])}, and the module needs a copy of it"
@@ -107,30 +107,13 @@ class SharedModule:
                 f"the module cannot use the shared memory: {listed(map(str, problems.values()), 3)}"
             )
         quantised = list[tuple[Any, dict[int, Values]]]()
-        for tbe, shared in tbes.items():
-            others = set(range(len(tbe.module.embedding_specs))) - shared.keys()
-            quantised.append((tbe.module, shared | {index: self._own_rows(tbe, index) for index in others}))
-        self._drop_views({module for module, _ in quantised})
+        for tbe in tbes_of(self.module):
+            if (rows := in_memory[tbe.module]) or hasattr(tbe.module, _ROWS):
+                others = set(range(len(tbe.module.embedding_specs))) - rows.keys()
+                quantised.append((tbe.module, rows | {index: _own_rows(tbe, index) for index in others}))
+        _drop_views(self.module, {tbe for tbe, _ in quantised})
         names = frozenset(place.name for place in binding.places.values())
         return _Binding(reading.tables, found, quantised, names)
-
-    def _drop_views(self, tbes: Collection[Any]) -> None:
-        """Drop the collections' views of TBEs' rows, which would keep the memory that the TBEs had at first."""
-        modules = dict(self.module.named_modules())
-        for name, shards in tables_in_tbes(self.module).items():
-            owner = modules.get(name.removesuffix(".weight"))
-            if owner is not None and hasattr(owner, "weight") and all(each.tbe.module in tbes for each in shards):
-                owner.weight = torch.empty(0, dtype=torch.uint8)
-
-    def _own_rows(self, tbe: Tbe, index: int) -> Values:
-        """A TBE's own rows of a table that is not in the memory, without padding."""
-        from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
-
-        key = tbe.module, index
-        if key not in self._own:
-            _, _, dim, kind, _ = tbe.module.embedding_specs[index]
-            self._own[key] = tbe.view(index).numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
-        return self._own[key]
 
 
 def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
@@ -141,6 +124,39 @@ def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the arrays cannot be written.
         return {name: torch.from_numpy(rows) for name, rows in reading.tables.items()}
+
+
+# Attributes of a TBE: the rows to which it points, which stay mapped for as long, and its own rows by table index.
+_ROWS, _OWN_ROWS = "_deltasync_rows", "_deltasync_own_rows"
+
+
+def _own_rows(tbe: Tbe, index: int) -> Values:
+    """A TBE's own rows of a table that is not in the memory, without padding.
+
+    Raises:
+        Contradiction: the table was in the memory before, and the TBE has given its own rows back.
+    """
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
+
+    own: dict[int, Values] = tbe.module.__dict__.setdefault(_OWN_ROWS, {})
+    if index not in own:
+        name, _, dim, kind, _ = tbe.module.embedding_specs[index]
+        if hasattr(tbe.module, _ROWS):
+            raise Contradiction(
+                f"table {name!r} is no longer in the mirror, and {tbe.name} has given its own rows back: make the "
+                "module anew"
+            )
+        own[index] = tbe.view(index).numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
+    return own[index]
+
+
+def _drop_views(module: nn.Module, tbes: Collection[Any]) -> None:
+    """Drop the collections' views of TBEs' rows, which would keep the memory that the TBEs had at first."""
+    modules = dict(module.named_modules())
+    for name, shards in tables_in_tbes(module).items():
+        owner = modules.get(name.removesuffix(".weight"))
+        if owner is not None and hasattr(owner, "weight") and all(each.tbe.module in tbes for each in shards):
+            owner.weight = torch.empty(0, dtype=torch.uint8)
 
 
 def _point(module: Any, tables: Mapping[int, Values]) -> None:
@@ -157,3 +173,4 @@ def _point(module: Any, tables: Mapping[int, Values]) -> None:
     module.row_alignment = 1  # Rows in shared memory have no padding.
     module.weights_physical_offsets = [begins[index] - first for index in range(len(begins))]
     module.initialize_logical_weights_placements_and_offsets()
+    setattr(module, _ROWS, tables)

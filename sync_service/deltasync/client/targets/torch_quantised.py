@@ -286,10 +286,15 @@ def tbe_prefixes(module: nn.Module, tables: Iterable[str]) -> tuple[str, ...]:
     return (*registered, *(name.removesuffix("weight") for name in tables))
 
 
+def tbes_of(module: nn.Module) -> list[Tbe]:
+    """The TBEs of a module's quantised collections."""
+    tbes = {shard.tbe.module: shard.tbe for shards in tables_in_tbes(module).values() for shard in shards}
+    return list(tbes.values())
+
+
 def tbe_memory(module: nn.Module) -> list[torch.Tensor]:
     """The tensors with the rows of a module's TBEs."""
-    tbes = {shard.tbe for shards in tables_in_tbes(module).values() for shard in shards}
-    return [each for tbe in tbes for each in tbe.memory]
+    return [each for tbe in tbes_of(module) for each in tbe.memory]
 
 
 def _is_tbe(module: Any) -> bool:
