@@ -222,10 +222,11 @@ class CutCoordinator:
 
     def _give_up(self, current: "OpenCut", error: Exception) -> None:
         """Fail a cut, and remove it from the log, unless it is sealed or a later cut has its version by now."""
+        if self.open_cut is current and current.cut.version <= self.model.seals.newest_version:
+            return  # Its ranks are about to be told that it is sealed.
         _fail(current, error)
         if self.open_cut is current:
-            if current.cut.version > self.model.seals.newest_version:
-                self.model.store.drop_cut(current.cut.version)
+            self.model.store.drop_cut(current.cut.version)
             self.open_cut = None
         self.note_left()
 
