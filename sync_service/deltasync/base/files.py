@@ -18,13 +18,13 @@ def make_folder(path: Path) -> None:
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
-        flush_folder(each.parent)
+        flush(each.parent)
     if not missing:
         path.mkdir(exist_ok=True)  # Raises if it is a file.
 
 
-def flush_folder(path: Path) -> None:
-    """Flush the names in a folder to disk.
+def flush(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to disk.
 
     Raises:
         OSError: the disk refused it.

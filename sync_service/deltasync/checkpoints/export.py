@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
-from deltasync.base.files import flush_folder
+from deltasync.base.files import flush
 from deltasync.base.words import listed
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import UNFINISHED, Place
@@ -102,7 +102,7 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
             made.replace(path)
         finally:
             made.unlink(missing_ok=True)
-        flush_folder(path.parent)
+        flush(path.parent)
     except (OSError, SafetensorError) as error:
         raise StorageFailed(f"{path} cannot be written: {error}: choose another folder, or make room") from error
     return exported

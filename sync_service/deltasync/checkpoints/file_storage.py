@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.files import flush_folder, make_folder
+from deltasync.base.files import flush, make_folder
 from deltasync.checkpoints.chunks import CheckpointDamaged
 
 UNFINISHED = ".unfinished"
@@ -134,7 +134,7 @@ class Place:
         with self._failures(name, "removed"), contextlib.suppress(FileNotFoundError):
             if self._folder:
                 (self._folder / name).unlink()
-                flush_folder((self._folder / name).parent)
+                flush((self._folder / name).parent)
             else:
                 self._files.rm_file(self._path(name))
 
@@ -209,7 +209,7 @@ def _put_file(path: Path, content: bytes | memoryview) -> None:
     except BaseException:
         made.unlink(missing_ok=True)
         raise
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
-from deltasync.core.rows import Mask, RowBatch
+from deltasync.core.rows import Mask, RowBatch, disjoint, first_id
 from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2
@@ -47,14 +46,10 @@ def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
 
 def _overlapping_tables(batches: Iterable[RowBatch]) -> set[str]:
     """Names of the tables whose batches overlap, so that a row may be in several."""
-    spans = dict[str, list[tuple[int, int]]]()
+    by_table = dict[str, list[RowBatch]]()
     for batch in filter(len, batches):
-        spans.setdefault(batch.table.name, []).append((int(batch.ids[0]), int(batch.ids[-1])))
-    return {
-        name
-        for name, some in spans.items()
-        if any(last >= first for (_, last), (first, _) in pairwise(sorted(some)))
-    }
+        by_table.setdefault(batch.table.name, []).append(batch)
+    return {name for name, some in by_table.items() if not disjoint(sorted(some, key=first_id))}
 
 
 def _some(batch: RowBatch, which: Mask) -> RowBatch:

@@ -1,7 +1,8 @@
 """Batches of rows, the type in which rows move everywhere, and the rules for senders."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -183,6 +184,16 @@ def _all_finite(values: Values) -> bool:
     # NumPy would make a mask, and convert every fp16 number first.
     (infinity,) = words_of(np.array([np.inf], values.dtype))
     return bool(floats.all_finite(words_of(values).reshape(-1), infinity))
+
+
+def first_id(batch: RowBatch) -> int:
+    """The smallest id of a batch with rows, to sort batches by."""
+    return int(batch.ids[0])
+
+
+def disjoint(batches: Sequence[RowBatch]) -> bool:
+    """Whether each batch ends before the next one begins. They have rows, and are in the order of `first_id`."""
+    return all(before.ids[-1] < after.ids[0] for before, after in pairwise(batches))
 
 
 T = TypeVar("T", bound=np.generic)

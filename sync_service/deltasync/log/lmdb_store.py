@@ -15,7 +15,7 @@ import lmdb
 
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
-from deltasync.base.files import flush_folder, make_folder
+from deltasync.base.files import flush, make_folder
 from deltasync.log.data_directory import RESTORE, writing
 from deltasync.log.log_store import (
     LAST_NUMBER,
@@ -363,7 +363,7 @@ def _open(options: LogOptions) -> lmdb.Environment:
             undo.callback(env.close)
             for database in (_RECORDS, _META):
                 env.open_db(database)
-            flush_folder(directory)  # LMDB flushes its files, but not the folder with their names.
+            flush(directory)  # LMDB flushes its files, but not the folder with their names.
         except lmdb.Error as error:
             raise opening_failed(error, directory) from error
         undo.pop_all()

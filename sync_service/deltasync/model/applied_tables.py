@@ -14,7 +14,6 @@ from collections.abc import (
     Set,
 )
 from dataclasses import asdict, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, 
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.policy import Policy
-from deltasync.core.rows import DamagedRows, RowBatch
+from deltasync.core.rows import DamagedRows, RowBatch, disjoint, first_id
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable, table_bytes
 from deltasync.core.table_form import spec_record
@@ -412,17 +411,13 @@ def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tupl
         (deleted if batch.deleted else live).setdefault(batch.table.name, []).append(batch)
     for some in (live, deleted):
         for of_table in some.values():
-            of_table.sort(key=lambda batch: int(batch.ids[0]))
-    if not all(map(_disjoint, (*live.values(), *deleted.values()))):
+            of_table.sort(key=first_id)
+    if not all(map(disjoint, (*live.values(), *deleted.values()))):
         return None
     if any(_meet(live[name], deleted[name]) for name in live.keys() & deleted.keys()):
         return None
     every = (*live.items(), *deleted.items())
     return [(slots[name], _joined(some)) for name, of_table in every for some in _gathered(of_table)]
-
-
-def _disjoint(batches: Sequence[RowBatch]) -> bool:
-    return all(before.ids[-1] < after.ids[0] for before, after in pairwise(batches))
 
 
 def _meet(some: Sequence[RowBatch], others: Sequence[RowBatch]) -> bool:

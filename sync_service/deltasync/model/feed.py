@@ -228,7 +228,7 @@ class Feed(Protocol):
 
 
 class ViewStorage(Source, Protocol):
-    """A view: tables derived from a model's tables and the log."""
+    """What checkpoints need of a view: its tables, which are derived from a model's, and its part of the log."""
 
     def truncate_log(self, state: Mapping[str, Any]) -> None:
         """Drop records up to a state that checkpoints contain. Blocks; any thread may call it.

@@ -203,8 +203,7 @@ class Model:
         self.signal.wake()
 
     def _apply_and_release(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        """Apply a cut, and make the release of its rows for up-to-date replicas, if they can have them as they
-        arrived.
+        """Apply a cut, and make its release for up-to-date replicas if its rows can be sent as they arrived.
 
         Bits of rows may have changed in memory since they arrived. Replicas would always refuse such rows, so they
         get rows from the tables instead, which are checked while they are read.
@@ -290,14 +289,14 @@ class Model:
 
     async def checkpoint(
         self,
-        derived: Callable[[], Sequence[ViewStorage]],
+        views: Callable[[], Sequence[ViewStorage]],
         small: Callable[[], Mapping[str, bytes]],
         check: Callable[[], None] = _go_on,
     ) -> Manifest:
         """Write a checkpoint of the model and its views, while cuts continue.
 
         Args:
-            derived: returns the views of its consumers; called on the model's thread.
+            views: returns the views of its consumers; called on the model's thread.
             small: reads the small records that a service on another machine needs.
             check: raises an error to stop the checkpoint.
 
@@ -306,7 +305,7 @@ class Model:
             StorageFailed: the checkpoint could not be written; its files are removed later.
         """
         async with self._checkpointing:
-            subject, previous = _ModelAndViews(self, derived, small, check), self.checkpointed
+            subject, previous = _ModelAndViews(self, views, small, check), self.checkpointed
             try:
                 self.checkpointed = await asyncio.to_thread(
                     self.checkpoints.write, subject, previous, _LAST_TURN_BYTES
@@ -316,20 +315,20 @@ class Model:
                 raise
             return self.checkpointed
 
-    def truncate_log(self, upto: Manifest, derived: Sequence[ViewStorage]) -> None:
+    def truncate_log(self, upto: Manifest, views: Sequence[ViewStorage]) -> None:
         """Drop log records up to a checkpoint. Blocks; any thread may call it.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
         """
         self.store.truncate(upto.version)
-        for each in derived:
+        for each in views:
             if (state := upto.states.get(each.owner)) is not None:
                 each.truncate_log(state)
 
     # Recovery.
 
-    async def recover(self, record: Mapping[str, Any], derived: Sequence[ViewRecovery] = ()) -> None:
+    async def recover(self, record: Mapping[str, Any], views: Sequence[ViewRecovery] = ()) -> None:
         """Restore the model and its views as of the last sealed cut, from the newest sound checkpoint and the log
         after it.
 
@@ -337,7 +336,7 @@ class Model:
             RowsLost: there is no such checkpoint, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
-        recovery = Recovery(self.name, self.log, self.store, self.checkpoints, self.tables, derived, self.problems)
+        recovery = Recovery(self.name, self.log, self.store, self.checkpoints, self.tables, views, self.problems)
         recovered = await self.on_thread(recovery.recover, record)
         self.seals.extend(recovered.seals)
         self.seals.succession.find(self.seals.newest_version, steady_ns())
@@ -352,14 +351,14 @@ class _ModelAndViews:
     def __init__(
         self,
         model: Model,
-        derived: Callable[[], Sequence[ViewStorage]],
+        views: Callable[[], Sequence[ViewStorage]],
         small: Callable[[], Mapping[str, bytes]],
         check: Callable[[], None],
     ) -> None:
         self.small_records = small
         self.check = check
         self._model = model
-        self._derived = derived
+        self._views = views
 
     def run(self, function: Callable[[], T]) -> T:
         return self._model.submit(function).result()
@@ -370,7 +369,7 @@ class _ModelAndViews:
         return Position(self._model.history, seal.version, seal.checksum)
 
     def sources(self) -> list[Source]:
-        return [self._model.tables, *self._derived()]
+        return [self._model.tables, *self._views()]
 
     def in_haste(self) -> bool:
         log = self._model.log
@@ -385,7 +384,7 @@ class _ModelAndViews:
             }
             numbers[MODEL_OWNER] = before.version
         streams = {MODEL_OWNER: f"seals/{self._model.name}"}
-        streams |= {each.owner: f"heads/{each.owner}" for each in self._derived()}
+        streams |= {each.owner: f"heads/{each.owner}" for each in self._views()}
         for owner, stream in streams.items():
             for record in self._model.log.read(stream, numbers.get(owner, -1) + 1):
                 yield stream, record.number, record.part, record.index, bytes(record.payload)

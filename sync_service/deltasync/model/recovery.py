@@ -61,7 +61,7 @@ class Recovery:
         store: ModelStore,
         checkpoints: CheckpointStore,
         tables: AppliedTables,
-        derived: Sequence["ViewRecovery"],
+        views: Sequence["ViewRecovery"],
         problems: list[str],
     ) -> None:
         """Prepare to fill `tables`. Problems are added to `problems`; for the others see `Model`."""
@@ -71,7 +71,7 @@ class Recovery:
         self._store = store
         self._checkpoints = checkpoints
         self._tables = tables
-        self._derived = derived
+        self._views = views
 
     def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
         """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
@@ -119,7 +119,7 @@ class Recovery:
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
         self._tables.begin_at(next((seal for seal in seals if seal.version == version), None))
-        for each in self._derived:
+        for each in self._views:
             each.replay(version)
         for seal in missing:
             try:
@@ -128,7 +128,7 @@ class Recovery:
                 raise
             except StorageFailed as error:
                 return seal.version - 1, str(error)
-            for each in self._derived:
+            for each in self._views:
                 each.replay(seal.version)
             progress.add(seal.rows)
         return None
@@ -200,7 +200,7 @@ class Recovery:
                     raise
             self._note_problem(f"the checkpoint of version {manifest.version} is skipped: {error}")
             return False
-        for each in self._derived:
+        for each in self._views:
             each.restored(dirty)
         return True
 
@@ -211,11 +211,11 @@ class Recovery:
             The tables for which the checkpoint has rows, by its keys.
         """
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
-        for each in self._derived:
+        for each in self._views:
             each.let_go()
         self._tables.begin()
         tables = {key_of(table): table for table in self._tables}
-        for each in self._derived:
+        for each in self._views:
             entries = [entry for entry in manifest.tables if entry.key.owner == each.owner] if manifest else []
             state = manifest.states.get(each.owner) if manifest else None
             for entry, table in zip(entries, each.restore(state, entries), strict=True):

@@ -348,8 +348,9 @@ class Releases:
     def of_cut(
         self, rows: Sequence[tuple[int, RowBatch]], tables: Sequence[StampedTable], head: Head
     ) -> FrozenRelease | None:
-        """The release for replicas at the position before `head`, from all rows that the tables got with it, by
-        slot; None if memory is lacking.
+        """The release of a cut to replicas at the position before `head`; None if memory is lacking.
+
+        `rows` are all rows of the cut, by slot. The tables have them already.
         """
         if sum(batch.message_bytes for _, batch in rows) > self.room:
             return None

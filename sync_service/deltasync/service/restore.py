@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.files import flush_folder
+from deltasync.base.files import flush
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
@@ -142,7 +142,7 @@ def _check_target(data_dir: Path) -> None:
 def _restore(source: _Source, data_dir: Path) -> None:
     unfinished = data_dir / UNFINISHED_LOG
     unfinished.mkdir(exist_ok=True)  # First: this name keeps a service from starting on the folder.
-    flush_folder(data_dir)
+    flush(data_dir)
     shutil.rmtree(data_dir / CHECKPOINTS, ignore_errors=True)
     for each in unfinished.iterdir():
         each.unlink()
@@ -157,9 +157,9 @@ def _restore(source: _Source, data_dir: Path) -> None:
     finally:
         log.close()
     (unfinished / "lock.mdb").unlink(missing_ok=True)
-    flush_folder(unfinished)
+    flush(unfinished)
     unfinished.rename(data_dir / _LOG)
-    flush_folder(data_dir)
+    flush(data_dir)
 
 
 def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStore) -> None:

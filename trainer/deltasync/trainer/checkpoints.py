@@ -1,7 +1,6 @@
 """Checkpoints of a training run: weights, optimizer and the published versions."""
 
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.optim.keyed import CombinedOptimizer
 
 from deltasync.base.errors import StorageFailed
+from deltasync.base.files import flush
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement, on_any_rank
 from deltasync.trainer.distributed.start import begun_together
@@ -119,9 +119,9 @@ class TrainerCheckpoints:
             shutil.rmtree(partial)
             return
         for file in (*partial.iterdir(), partial):
-            _to_disk(file)
+            flush(file)
         partial.rename(folder)
-        _to_disk(self._folder)
+        flush(self._folder)
         logger.info("checkpoint %s is written", folder)
         try:
             for older in checkpoints_in(self._folder)[:-_KEPT]:
@@ -188,11 +188,3 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
     # Map the files instead of loading them: this rank needs only its own rows of the other ranks' states.
     files = sorted(folder.glob("sync-*.pt"))
     sync.load_state_dict([torch.load(file, weights_only=True, mmap=True) for file in files])
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

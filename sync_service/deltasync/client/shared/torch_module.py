@@ -126,7 +126,7 @@ def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(rows) for name, rows in reading.tables.items()}
 
 
-# Attributes of a TBE: the rows to which it points, which stay mapped for as long, and its own rows by table index.
+# Attributes of a TBE: the rows to which it points, which keeps their memory mapped, and its own rows.
 _ROWS, _OWN_ROWS = "_deltasync_rows", "_deltasync_own_rows"
 
 
