@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
 from deltasync.base.files import flush
@@ -19,7 +19,7 @@ from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.core.changes import Stamps
 from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Values
+from deltasync.core.rows import Values, row_ids
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import spec_of_record
 from deltasync.core.tables import TableSpec
@@ -138,7 +138,7 @@ def _to_disk(path: Path) -> None:
 
 
 def read_rows(
-    store: CheckpointStore, manifest: Manifest, table: str, ids: Ids
+    store: CheckpointStore, manifest: Manifest, table: str, ids: ArrayLike
 ) -> tuple[TableSpec, Stamps, NDArray[np.generic]]:
     """Read some rows of a version; only these are in memory.
 
@@ -161,9 +161,10 @@ def read_rows(
     if (spec := specs.get(table)) is None:
         where = f"version {manifest.version} of model {manifest.model!r}"
         raise NotFound(f"{where} has no table {table!r}; tables: {listed(specs)}")
-    if len(ids) and not 0 <= ids.min() <= ids.max() < spec.rows:
-        raise InvalidInput(f"table {table!r} has rows 0 to {spec.rows - 1}: no row {ids.max()}")
-    stamps, values = np.zeros(len(ids), np.int64), np.zeros((len(ids), spec.dim), spec.dtype)
+    numbers = row_ids(table, ids)
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < spec.rows:
+        raise InvalidInput(f"table {table!r} has rows 0 to {spec.rows - 1}: no row {numbers.max()}")
+    stamps, values = np.zeros(len(numbers), np.int64), np.zeros((len(numbers), spec.dim), spec.dtype)
     for entry, chunk in store.rows_of(manifest, _MODEL):
         if entry.key.name != table:
             continue
@@ -171,7 +172,7 @@ def read_rows(
             rows = chunk.rows(spec)
         except InvalidInput as error:
             raise CheckpointDamaged(f"{manifest.name}: {error}") from error
-        _, ours, theirs = np.intersect1d(ids, rows.ids, return_indices=True)
+        _, ours, theirs = np.intersect1d(numbers, rows.ids, return_indices=True)
         stamps[ours] = chunk.stamps[theirs]
         values[ours] = 0 if rows.deleted else rows.values[theirs]
     return spec, stamps, values

@@ -73,12 +73,10 @@ def show(model: str, table: str, ids: tuple[int, ...], url: str, reference: str,
     state    live, deleted, or never published
     values   empty unless live
     """
-    import numpy as np
-
     from deltasync.checkpoints.export import find_version, read_rows
 
     rows = list(dict.fromkeys(ids))
-    _, stamps, values = read_rows(*find_version(url, model, reference), table, np.array(rows))
+    _, stamps, values = read_rows(*find_version(url, model, reference), table, rows)
     lines = [
         {
             "row": row,

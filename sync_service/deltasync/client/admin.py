@@ -9,6 +9,7 @@ from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
 from deltasync.core.policy import Policy
+from deltasync.core.rows import row_ids
 
 __all__ = ["fetch_lag"]
 
@@ -209,19 +210,18 @@ class Admin:
         Args:
             model: the model.
             table: one of its embedding tables.
-            ids: 1 to 100,000 global row ids, in any order.
+            ids: 1 to 100,000 global row ids, integers in any order.
 
         Returns:
             The request: its number of rows, and what it waits for.
 
         Raises:
             NotFound: no such model or table.
-            InvalidInput: no ids or too many, an id outside of the table, or not an embedding table.
+            InvalidInput: no ids or too many, an id that is no integer or outside of the table, or not an embedding
+                table.
             Contradiction: too many deletes of the model are pending.
         """
-        rows = [int(each) for each in ids]
-        if rows and min(rows) < 0:
-            raise InvalidInput(f"row {min(rows)} of table {table!r}: row ids start at 0")
+        rows = row_ids(table, ids).tolist()
         return self._object("POST", "/deletes", {"model": model, "table": table, "ids": rows})
 
     def pending_deletes(self) -> list[dict[str, Any]]:

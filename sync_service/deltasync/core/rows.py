@@ -1,14 +1,16 @@
 """Batches of rows, the type in which rows move everywhere, and the rules for senders."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Integral
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from deltasync.base.errors import Damaged, InvalidInput
+from deltasync.base.words import listed
 from deltasync.core.digests import RowDigests, row_digests, words_of
 from deltasync.core.tables import ID_TYPE, VALUE_TYPES, Shard, TableSpec
 from deltasync.kernels import dirty_rows, floats
@@ -22,19 +24,41 @@ Norms: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 
-def row_ids(table: TableSpec, ids: ArrayLike) -> Ids:
-    """Convert row ids ([n], of any integer type) of a table to int64.
+def row_ids(table: str, ids: ArrayLike | Iterable[int]) -> Ids:
+    """Convert row ids of a table to int64 [n].
+
+    Args:
+        table: the name of the table.
+        ids: an array [n] of any integer type, or integers. NumPy and Python take a bool for 0 or 1, and cut off
+            decimals; this refuses both.
 
     Raises:
         InvalidInput: they have another type or shape, or exceed int64.
     """
+    if isinstance(ids, Iterable) and not hasattr(ids, "__array__"):
+        ids = list(ids)
+        wrong = {each for each in set(map(type, ids)) if each is bool or not issubclass(each, Integral)}
+        if wrong:
+            kinds = listed(each.__name__ for each in wrong)
+            raise InvalidInput(f"table {table!r}: ids of type {kinds}, expected integers")
+        try:
+            return np.array(ids, ID_TYPE)
+        except OverflowError as error:
+            raise _too_large(table) from error
     array = np.asarray(ids)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         text = f"ids of type {array.dtype} and shape {list(array.shape)}, expected integers [n]"
-        raise InvalidInput(f"table {table.name!r}: {text}")
-    if array.dtype == np.uint64 and len(array) and array.max() > np.iinfo(np.int64).max:
-        raise InvalidInput(f"table {table.name!r}: id {array.max()}, expected at most {np.iinfo(np.int64).max}")
+        raise InvalidInput(f"table {table!r}: {text}")
+    if array.dtype == np.uint64 and len(array) and array.max() > np.iinfo(ID_TYPE).max:
+        raise _too_large(table)
     return array.astype(ID_TYPE, copy=False)
+
+
+def _too_large(table: str) -> InvalidInput:
+    # Without the id, which may have thousands of digits.
+    return InvalidInput(
+        f"table {table!r}: an id does not fit into 64 bits, expected at most {np.iinfo(ID_TYPE).max}"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +94,7 @@ class RowBatch:
         Raises:
             InvalidInput: the ids are not integers, see `row_ids`.
         """
-        ids = row_ids(shard.table, ids)
+        ids = row_ids(shard.table.name, ids)
         zeros = np.broadcast_to(np.zeros((), shard.table.dtype), (len(ids), shard.cols))
         return cls(shard, ids, zeros, deleted=True, encoded=encoded)
 
@@ -81,7 +105,7 @@ class RowBatch:
         Raises:
             InvalidInput: the ids are not integers, see `row_ids`.
         """
-        return cls(Shard.whole(table), row_ids(table, ids), values, norms)
+        return cls(Shard.whole(table), row_ids(table.name, ids), values, norms)
 
     @property
     def table(self) -> TableSpec:
@@ -107,11 +131,6 @@ class RowBatch:
         norms = None if self.norms is None else self.norms[rows]
         digests = None if self.digests is None else self.digests[rows]
         return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted, digests)
-
-    def among(self, ids: ArrayLike) -> "RowBatch":
-        """The rows whose ids are in `ids`, without norms and digests."""
-        where = np.flatnonzero(np.isin(self.ids, ids))
-        return RowBatch(self.shard, self.ids[where], self.values[where], deleted=self.deleted)
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table with encoded or decoded values."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
+from numpy.typing import ArrayLike
 
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import are, counted
-from deltasync.core.rows import DeleteRequest, Ids, distinct
-from deltasync.core.tables import ID_TYPE, TableSpec
+from deltasync.core.rows import DeleteRequest, Ids, distinct, row_ids
+from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
@@ -51,7 +51,7 @@ class PendingDeletes:
         await self.done.recover()
 
     async def ask(
-        self, table: str, ids: Sequence[int], tables: Callable[[], Sequence[TableSpec]], by: str
+        self, table: str, ids: ArrayLike, tables: Callable[[], Sequence[TableSpec]], by: str
     ) -> DeleteRequest:
         """Write a request to the log.
 
@@ -63,7 +63,8 @@ class PendingDeletes:
 
         Raises:
             NotFound: the model has no table of that name.
-            InvalidInput: no ids or too many, an id outside the table, or not an embedding table.
+            InvalidInput: no ids or too many, an id that is no integer or outside the table, or not an embedding
+                table.
             Contradiction: too many are pending.
         """
         spec = _find(self._model, table, tables())
@@ -249,18 +250,19 @@ def _find(model: str, table: str, tables: Sequence[TableSpec]) -> TableSpec:
     raise NotFound(f"model {model!r} has no table {table!r}; its embedding tables: {names or 'none yet'}")
 
 
-def _checked(model: str, table: TableSpec, ids: Sequence[int]) -> Ids:
+def _checked(model: str, table: TableSpec, ids: ArrayLike) -> Ids:
     if not table.kind.ranked:
         raise InvalidInput(
             f"table {table.name!r} of model {model!r} is of kind {table.kind.value!r}: only rows of embedding "
             "tables can be deleted"
         )
-    if not 1 <= len(ids) <= MOST_IDS:
-        raise InvalidInput(f"{len(ids)} ids: use 1 to {MOST_IDS} in a request")
-    for wrong in (min(ids), max(ids)):
+    rows = row_ids(table.name, ids)
+    if not 1 <= len(rows) <= MOST_IDS:
+        raise InvalidInput(f"{len(rows)} ids: use 1 to {MOST_IDS} in a request")
+    for wrong in (rows.min(), rows.max()):
         if not 0 <= wrong < table.rows:
             raise InvalidInput(
                 f"row {wrong} is outside table {table.name!r} of model {model!r}, which has rows 0 to "
                 f"{table.rows - 1}"
             )
-    return distinct(np.array(ids, ID_TYPE))
+    return distinct(rows)

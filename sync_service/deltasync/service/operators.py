@@ -1,9 +1,11 @@
 """Operators' actions: delete rows, tables and models, pause and resume consumers, verify replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+
+from numpy.typing import ArrayLike
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
@@ -46,12 +48,13 @@ class Removals:
         self._registry = registry
         self._events = events
 
-    async def delete_rows(self, model: str, table: str, ids: Sequence[int], by: str = ITSELF) -> PendingDelete:
+    async def delete_rows(self, model: str, table: str, ids: ArrayLike, by: str = ITSELF) -> PendingDelete:
         """Ask the trainer of a model to delete rows.
 
         Raises:
             NotFound: no such model, or no such table in it.
-            InvalidInput: no ids or too many, an id outside the table, or not an embedding table.
+            InvalidInput: no ids or too many, an id that is no integer or outside the table, or not an embedding
+                table.
             Contradiction: too many deletes of the model are pending, or no ranks publish it.
             ServiceUnavailable: the model is still recovering.
         """

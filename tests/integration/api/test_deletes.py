@@ -108,11 +108,12 @@ WANTED = {"model": "clicks", "table": USER.name, "ids": [1]}
         (b"[]", "body: expected an object"),
         ({"model": "clicks", "row": 1}, "body: unknown key 'row'; keys: model, table, ids"),
         ({"model": "clicks", "ids": [1]}, "body: expected the names of a model and a table"),
-        (WANTED | {"ids": [1, "x"]}, "body: expected ids, a list of 64-bit whole numbers"),
-        (WANTED | {"ids": [True]}, "body: expected ids, a list of 64-bit whole numbers"),
-        (WANTED | {"ids": [1.5]}, "body: expected ids, a list of 64-bit whole numbers"),
-        (WANTED | {"ids": [2**63]}, "body: expected ids, a list of 64-bit whole numbers"),
-        (WANTED | {"ids": 1}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": [1, "x"]}, "ids of type str, expected integers"),
+        (WANTED | {"ids": [True]}, "ids of type bool, expected integers"),
+        (WANTED | {"ids": [1.5]}, "ids of type float, expected integers"),
+        (WANTED | {"ids": [2**63]}, "an id does not fit into 64 bits"),
+        (WANTED | {"ids": 1}, "body: expected ids, a list of integers"),
+        (WANTED | {"ids": [10**400]}, "an id does not fit into 64 bits"),
         (WANTED | {"ids": []}, "use 1 to 100000"),
     ],
     ids=lambda value: str(value)[:60],
@@ -135,7 +136,21 @@ def test_as_many_ids_over_http_as_a_request_may_have(running: RunningService, ra
     [
         ("nowhere", [1], NotFound, "model 'clicks' has no table 'nowhere'; its embedding tables: "),
         (USER.name, [40], InvalidInput, f"row 40 is outside table '{USER.name}' of model 'clicks'"),
-        (USER.name, [-1], InvalidInput, "row -1 of table .*: row ids start at 0"),
+        (USER.name, [-1], InvalidInput, f"row -1 is outside table '{USER.name}' of model 'clicks'"),
+        (USER.name, [3.7], InvalidInput, "ids of type float, expected integers"),
+        (USER.name, [1, True], InvalidInput, "ids of type bool, expected integers"),
+        (USER.name, ["7"], InvalidInput, "ids of type str, expected integers"),
+        (USER.name, "7", InvalidInput, "ids of type str, expected integers"),
+        (USER.name, [float("nan")], InvalidInput, "ids of type float, expected integers"),
+        (USER.name, np.array([True, False]), InvalidInput, r"ids of type bool and shape \[2\], expected integers"),
+        (USER.name, np.array([3.7]), InvalidInput, "ids of type float64"),
+        (USER.name, 3, InvalidInput, r"shape \[\], expected integers"),
+        (
+            USER.name,
+            [10**5000],
+            InvalidInput,
+            "an id does not fit into 64 bits, expected at most 9223372036854775807",
+        ),
         (USER.name, [], InvalidInput, "use 1 to 100000"),
         (USER.name, range(100_001), InvalidInput, "use 1 to 100000"),
     ],
@@ -146,6 +161,11 @@ def test_what_is_refused(
     with pytest.raises(error, match=message):
         admin_of(running).delete_rows("clicks", table, ids)
     assert admin_of(running).pending_deletes() == []
+
+
+@pytest.mark.parametrize("ids", [{1, 5}, range(1, 3), np.array([1, 5], np.uint8), iter([1, 5])])
+def test_integers_of_any_kind_name_rows(running: RunningService, rank: RankStream, ids: Any) -> None:
+    assert admin_of(running).delete_rows("clicks", USER.name, ids)["rows"] == 2
 
 
 def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_what_no_kind_of_table_can_be_is_refused(fields: dict[str, Any], words: 
     "ids", [[1, 2], (3,), [], np.array([1, 2], np.uint8), np.array([7], np.uint64), np.array([4], ">i4")]
 )
 def test_row_ids_are_integers_of_any_type(ids: Any) -> None:
-    found = row_ids(USER, ids)
+    found = row_ids(USER.name, ids)
     assert (found.dtype, found.tolist()) == (INT64, list(ids))
     assert RowBatch.of_table(USER, ids, np.ones((len(ids), 4), np.float32)).ids.dtype == INT64
 
@@ -174,20 +175,25 @@ def test_row_ids_are_integers_of_any_type(ids: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([3.2, 5.7], "ids of type float64"),
+        ([3.2, 5.7], "ids of type float"),
         ([True, False], "ids of type bool"),
+        ([1, True], "ids of type bool"),
+        ([1, np.True_], "ids of type bool"),
+        (np.array([0.0, np.nan]), "ids of type float64"),
         (np.array(["2026-01-01"], "M8[D]"), r"ids of type datetime64\[D\]"),
-        (["1"], "ids of type <U1"),
-        ([[1, 2]], r"shape \[1, 2\]"),
+        (["1"], "ids of type str"),
+        ([[1, 2]], "ids of type list"),
+        (np.array([[1, 2]]), r"shape \[1, 2\]"),
         (7, r"shape \[\]"),
-        ([2**63 + 3], f"id {2**63 + 3}, expected at most {2**63 - 1}"),
-        ([2**64], "ids of type object"),
+        ([2**63 + 3], f"an id does not fit into 64 bits, expected at most {2**63 - 1}"),
+        (np.array([2**63 + 3]), f"an id does not fit into 64 bits, expected at most {2**63 - 1}"),
+        ([10**5000], "an id does not fit into 64 bits"),
     ],
 )
 def test_what_is_no_row_id_is_refused(ids: Any, said: str) -> None:
-    for refused in (row_ids, lambda table, ids: RowBatch.deletes(Shard.whole(table), ids)):
+    for refused in (partial(row_ids, USER.name), partial(RowBatch.deletes, Shard.whole(USER))):
         with pytest.raises(InvalidInput, match=f"table 'sparse.user': .*{said}"):
-            refused(USER, ids)
+            refused(ids)
 
 
 def test_a_shape_grows_with_its_rows() -> None:

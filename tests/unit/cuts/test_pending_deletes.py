@@ -257,7 +257,7 @@ async def test_what_a_request_waits_for_is_said(service: Service) -> None:
             InvalidInput,
             f"row 40 is outside table '{USER.name}' of model 'clicks'",
         ),
-        ("clicks", USER.name, [2**63, 1], InvalidInput, "which has rows 0 to 39"),
+        ("clicks", USER.name, [2**63, 1], InvalidInput, "an id does not fit into 64 bits"),
         ("clicks", USER.name, [], InvalidInput, "0 ids: use 1 to 100000"),
         ("clicks", USER.name, [1] * 100_001, InvalidInput, "100001 ids: use 1 to 100000"),
         ("clicks", "bias", [0], InvalidInput, "table 'bias' of model 'clicks' is of kind 'parameter'"),

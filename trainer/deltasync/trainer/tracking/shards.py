@@ -118,6 +118,10 @@ class TrackedTable:
         return local[(local >= 0) & (local < self.rows)]
 
 
+# Without torch's other unsigned integers, which have no operations.
+_ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
     """Check that `ids` are global row ids of a table.
 
@@ -126,9 +130,10 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
         InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
     """
     check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+    if ids.dim() != 1 or ids.dtype not in _ID_TYPES:
         raise InvalidInput(
-            f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
+            f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n], "
+            "such as torch.int64"
         )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < table.rows:
         raise InvalidInput(
