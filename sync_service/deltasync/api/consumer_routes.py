@@ -13,7 +13,7 @@ from deltasync.base.errors import InvalidInput, NotOwner
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.follow import BACK, STAY, Distance
-from deltasync.consumers.serving_history import HistoryLine
+from deltasync.consumers.serving_history import HistoryPage
 from deltasync.core.policy import FIELDS, Policy, PolicyField
 
 
@@ -64,7 +64,11 @@ _VERSION = {
 }
 _REASON = text_body("reason", "What is wrong with the version that it serves.", "its AUC fell", required=True)
 _Since = Annotated[float, Query(ge=0, le=1e9, description="Only lines of the last seconds.")]
-_Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines.")]
+_Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines; the newest ones count.")]
+_From = Annotated[
+    int | None,
+    Query(ge=0, lt=2**63, description="Lines from this time on: `next_unix_ns` of the page before."),
+]
 
 
 _MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "The consumer was created."}}
@@ -147,9 +151,11 @@ def consumer_routes(on: Collaborators) -> APIRouter:
         return _line(await following.withdraw(name, author()))
 
     @routes.get("/{name}/history")
-    async def history(name: str, since_seconds: _Since = 3600.0, last: _Last = 1000) -> list[HistoryLine]:
-        """The history of a consumer: which version each replica served, by time, oldest first."""
-        return await on.histories.of(name, since_seconds, last)
+    async def history(
+        name: str, since_seconds: _Since = 3600.0, last: _Last = 1000, from_unix_ns: _From = None
+    ) -> HistoryPage:
+        """The history of a consumer, in pages: which version each replica served, by time, oldest first."""
+        return await on.histories.of(name, since_seconds, last, from_unix_ns)
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:

@@ -27,7 +27,8 @@ def duration(seconds: float) -> str:
     ):
         if seconds < limit:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds / 86_400:.3g} days"
+    days = seconds / 86_400
+    return f"{days:.3g} days" if days < 100 else f"{days:.0f} days"
 
 
 def utc(unix_ns: int) -> str:

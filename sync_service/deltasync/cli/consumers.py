@@ -267,12 +267,13 @@ def consumer_history(name: str, since: float, last: int, service: Endpoint, as_j
     proven   replicas that had proven this version
     behind   the other replicas, with their versions
     """
-    lines = Admin(service).history(name, since, last)
+    lines = Admin(service).history_lines(name, since, last)
     if as_json:
-        say(*json_lines(lines))
+        say(*json_lines(list(lines)))
         return
     titles = ("when", "release", "version", "step", "events", "rows", "bytes", "follows", "proven", "behind")
-    say(*(text_table(titles, map(_history_row, lines)) if lines else ["no replica has served anything"]))
+    rows = [_history_row(line) for line in lines]
+    say(*(text_table(titles, rows) if rows else ["no replica has served anything"]))
 
 
 def _history_row(line: dict[str, Any]) -> tuple[Any, ...]:

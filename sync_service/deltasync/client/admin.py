@@ -1,6 +1,6 @@
 """Manage a service from a program, over HTTP."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from urllib.parse import quote
@@ -166,9 +166,20 @@ class Admin:
         Raises:
             NotFound: no such consumer.
         """
-        path = f"{_consumer(consumer)}/history?since_seconds={since_seconds:g}&last={last}"
-        lines: list[dict[str, Any]] = self._ask("GET", path)
-        return lines
+        return list(self.history_lines(consumer, since_seconds, last))
+
+    def history_lines(
+        self, consumer: str, since_seconds: float = 3600.0, last: int = 1000
+    ) -> Iterator[dict[str, Any]]:
+        """The lines of `history` one by one, for histories that should not be in memory at once."""
+        path = f"{_consumer(consumer)}/history?since_seconds={since_seconds:.15g}"
+        after = ""
+        while True:
+            page = self._object("GET", f"{path}&last={last}{after}")
+            yield from page["lines"]
+            if page["next_unix_ns"] is None:
+                return
+            last, after = last - len(page["lines"]), f"&from_unix_ns={page['next_unix_ns']}"
 
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a disconnected replica, which then no longer counts for lag.

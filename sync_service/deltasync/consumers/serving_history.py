@@ -6,8 +6,9 @@ they have changed, and once a minute otherwise, which proves that nothing has ch
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import name_of, pack_json, reading, unpack_json
@@ -44,6 +45,28 @@ class HistoryLine:
         return min(self.replicas.values(), default=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HistoryPage:
+    """Lines of a history, oldest first. A page has at most 10,000 versions of replicas, but at least one line.
+
+    `next_unix_ns` is the time of the first line that has no room: ask again from there. Null after the last line.
+    """
+
+    lines: Sequence[HistoryLine]
+    next_unix_ns: int | None
+
+
+def page_of(lines: Iterable[HistoryLine], last: int, room: int) -> HistoryPage:
+    """The first page of lines: at most `last` lines, and `room` versions of replicas."""
+    page = list[HistoryLine]()
+    for line in islice(lines, last):
+        room -= max(1, len(line.replicas))
+        if page and room < 0:
+            return HistoryPage(lines=page, next_unix_ns=line.unix_ns)
+        page.append(line)
+    return HistoryPage(lines=page, next_unix_ns=None)
+
+
 def history_stream(consumer: str) -> str:
     """The name of the log's stream with the lines of a consumer, numbered by their time."""
     return f"history/{consumer}"
@@ -60,8 +83,12 @@ def read_lines(log: LogStore, consumer: str, since_seconds: float) -> Iterator[H
     Raises:
         StorageFailed: a line is damaged, or the log cannot be read at present.
     """
-    first = max(0, time.time_ns() - int(since_seconds * 1e9))
-    for record in log.read(history_stream(consumer), first):
+    return read_lines_from(log, consumer, max(0, time.time_ns() - int(since_seconds * 1e9)))
+
+
+def read_lines_from(log: LogStore, consumer: str, unix_ns: int) -> Iterator[HistoryLine]:
+    """Like `read_lines`, for the lines from a time on."""
+    for record in log.read(history_stream(consumer), unix_ns):
         with reading(name_of(history_stream(consumer), record.number)):
             try:
                 fields = unpack_json(zlib.decompress(record.payload))

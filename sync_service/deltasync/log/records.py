@@ -245,8 +245,13 @@ _START_EMPTY = "start with an empty --data-dir, and let the trainer publish its 
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
 
 
-def check_log(log: LogStore, checkpoints: Path) -> None:
+def check_log(log: LogStore, checkpoints: Path | None) -> None:
     """Check that this version can read a log, and write the format into a new one.
+
+    Args:
+        log: the log.
+        checkpoints: the folder of its checkpoints; None for a shared log, which may be new even if this process
+            has checkpoints.
 
     Raises:
         StorageFailed: another version wrote the log, part of it is damaged, or it is empty although the folder
@@ -254,7 +259,7 @@ def check_log(log: LogStore, checkpoints: Path) -> None:
     """
     check_format(log)
     if not log.items(_FORMAT_RECORD):
-        if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        if checkpoints and checkpoints.is_dir() and any(checkpoints.iterdir()):
             text = f"{checkpoints} has checkpoints, but the log beside it is missing"
             raise StorageFailed(f"{text}: make a data directory from it with deltasync restore; or {_START_EMPTY}")
         write_again(log).result()

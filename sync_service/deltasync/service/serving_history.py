@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +14,12 @@ from deltasync.consumers.registry import ConsumerRegistry, offset_in
 from deltasync.consumers.serving_history import (
     REPEAT_SECONDS,
     HistoryLine,
+    HistoryPage,
     history_stream,
     pack_line,
+    page_of,
     read_lines,
+    read_lines_from,
 )
 from deltasync.core.table_form import Mode
 from deltasync.log.log_store import LogStore
@@ -26,6 +30,8 @@ from deltasync.service.models import Models
 _LOOK_SECONDS = 1.0
 # How far to look back for the newest line after a start. Without it, replicas prove their version once more.
 _START_SECONDS = 3600.0
+# Bounds the memory of an answer, whatever the number of replicas.
+_PAGE_VERSIONS = 10_000
 # Lines that are too old are dropped this often.
 _DROP_NS = 60 * 10**9
 
@@ -43,15 +49,26 @@ class Histories:
         self._events = events
         self._newest = dict[str, HistoryLine]()  # By consumer.
 
-    async def of(self, name: str, since_seconds: float, last: int) -> list[HistoryLine]:
-        """The newest lines of a consumer, oldest first: at most `last`, of the last `since_seconds`.
+    async def of(self, name: str, since_seconds: float, last: int, from_unix_ns: int | None = None) -> HistoryPage:
+        """A page of a consumer's lines.
+
+        Args:
+            name: the consumer.
+            since_seconds: how far to look back.
+            last: the page begins with the newest `last` lines, and has no more.
+            from_unix_ns: begin with the lines from this time on instead; None = do not.
 
         Raises:
             NotFound: no consumer has that name.
             StorageFailed: the log cannot be read.
         """
         log = self._models.storage.logs.of(self._consumers.get(name).model)
-        return await asyncio.to_thread(_newest_lines, log, name, since_seconds, last)
+
+        def read() -> HistoryPage:
+            first = _first_of(log, name, since_seconds, last) if from_unix_ns is None else from_unix_ns
+            return page_of(read_lines_from(log, name, first), last, _PAGE_VERSIONS)
+
+        return await asyncio.to_thread(read)
 
     async def run(self) -> None:
         """Write lines, and drop those that are too old, until cancelled. It reports failures and goes on."""
@@ -71,7 +88,7 @@ class Histories:
             return
         if name not in self._newest:  # The service has started, or has taken the model over.
             self._newest[name] = HistoryLine(unix_ns=0)
-            for line in await asyncio.to_thread(_newest_lines, model.log, name, _START_SECONDS, 1):
+            for line in await asyncio.to_thread(_newest_line, model.log, name):
                 self._newest[name] = line
         feed, before = self._consumers.feed(consumer), self._newest[name]
         if feed is None or self._registry.consumers.get(name) is not consumer:  # It left meanwhile.
@@ -101,8 +118,15 @@ class Histories:
         self._events.emit(EventKind.FAILED, text, error, consumer=consumer)
 
 
-def _newest_lines(log: LogStore, consumer: str, since_seconds: float, last: int) -> list[HistoryLine]:
-    return list(deque(read_lines(log, consumer, since_seconds), last))
+def _newest_line(log: LogStore, consumer: str) -> Iterable[HistoryLine]:
+    return deque(read_lines(log, consumer, _START_SECONDS), 1)
+
+
+def _first_of(log: LogStore, consumer: str, since_seconds: float, last: int) -> int:
+    """The time of the oldest of the newest `last` lines, without decoding lines."""
+    since = max(0, time.time_ns() - int(since_seconds * 1e9))
+    times = deque((each.number for each in log.read(history_stream(consumer), since)), last)
+    return times[0] if times else since
 
 
 def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: int) -> HistoryLine:

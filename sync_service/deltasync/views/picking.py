@@ -137,7 +137,7 @@ class _Candidates:
         why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
         why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
         why += [f"{new} were never sent before"] if new else []
-        why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:g}"] if old else []
+        why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:.15g}"] if old else []
         return f"took {took} of {counted(dirty, 'dirty row')}: {'; '.join(why)}"
 
 

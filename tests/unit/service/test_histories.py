@@ -29,7 +29,7 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
 
     async def newest(is_right: Callable[[int, dict[str, int]], bool]) -> None:
         while True:
-            lines = await service.histories.of("canary", 2 * 3600.0, 1)
+            lines = (await service.histories.of("canary", 2 * 3600.0, 1)).lines
             if lines and is_right(lines[0].unix_ns, dict(lines[0].replicas)):
                 return
             await asyncio.sleep(0.001)
@@ -47,7 +47,7 @@ async def test_no_line_is_from_the_future_after_a_clock_was_ahead(
             await newest(lambda unix_ns, replicas: unix_ns < now() and replicas == {"a": 1})
     finally:
         running.cancel()
-    lines = await service.histories.of("canary", 3600.0, 9)
+    lines = (await service.histories.of("canary", 3600.0, 9)).lines
     assert [dict(line.replicas) for line in lines] == [{"a": 0}, {"a": 1}]
 
 
@@ -69,7 +69,7 @@ async def test_a_withdrawn_objection_has_the_version_that_was_served_then(
     running = asyncio.create_task(service.histories.run())
     try:
         async with asyncio.timeout(10):
-            while not await service.histories.of("canary", 60.0, 1):
+            while not (await service.histories.of("canary", 60.0, 1)).lines:
                 await asyncio.sleep(0.001)
     finally:
         running.cancel()
