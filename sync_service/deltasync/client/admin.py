@@ -204,7 +204,8 @@ class Admin:
 
         Raises:
             NotFound: no such model or table.
-            Contradiction: a rank publishes the table, or another table belongs to it.
+            Contradiction: a rank publishes the table, another table belongs to it, or consumers that are paused
+                or follow a kept version may have it.
         """
         self._ask("DELETE", f"{_model(model)}/tables/{quote(table, safe='')}")
 

@@ -107,7 +107,8 @@ class Removals:
         Raises:
             NotFound: there is no such model, or no such table in it.
             ServiceUnavailable: the model is recovering, or its cuts cannot be applied.
-            Contradiction: a connected rank publishes it, or another table belongs to it.
+            Contradiction: a connected rank publishes it, another table belongs to it, or consumers that are
+                paused or follow a kept version may have it.
         """
         await asyncio.shield(asyncio.create_task(self._delete_table(model, table, by)))
 
@@ -143,6 +144,13 @@ class Removals:
                 if ranks := coordinator.publishing(table):
                     by_ranks = f"{_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"table {table!r} is published by {by_ranks}: stop the trainer first")
+                spec = next(each for each in specs if each.name == table)
+                consumers = self._registry.of_model(name)
+                if paused := [each.name for each in consumers if each.pause and each.policy.follows(spec)]:
+                    raise Contradiction(
+                        f"table {table!r}: the replicas of paused consumers keep it ({listed(paused)}): resume "
+                        "them first (deltasync consumers resume NAME)"
+                    )
                 coordinator.forget_table(table)
                 await model.tables.remove(table)
             self._events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)

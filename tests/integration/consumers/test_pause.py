@@ -20,9 +20,19 @@ from tests.support.fleet import (
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
+from tests.support.waiting import wait_for
 from tests.support.wire import ReplicaStream
 
-from deltasync.client import Admin, Endpoint, InvalidInput, NotFound, NotPermitted, NumpyTarget, Policy
+from deltasync.client import (
+    Admin,
+    Contradiction,
+    Endpoint,
+    InvalidInput,
+    NotFound,
+    NotPermitted,
+    NumpyTarget,
+    Policy,
+)
 from deltasync.v1 import subscribe_pb2
 
 TOP = Policy(top_k=3, ready_within_seconds=20)
@@ -76,6 +86,28 @@ def test_replicas_stay_at_what_they_have_and_then_lack_nothing(service: RunningS
         wait_for_lag(service, consumer, lambda lag: lag["replicas"][0]["lag"]["rows"] == 0)
         assert target.bytes() == trainer.expected()
         assert len(target.held) == len({release.position for release in target.releases})
+
+
+@pytest.mark.parametrize("consumer", ["predictors", "top"])
+def test_no_table_of_a_paused_consumer_is_deleted(service: RunningService, consumer: str) -> None:
+    target, admin = Recorder(), admin_of(service)
+    admin.update_consumer("probes", Policy(tables=("item",)))
+    with Trainer(service.grpc) as trainer:
+        head = trainer.publish_all()
+    with follow(service, consumer, "a", target) as replica:
+        wait_until_in_sync(service, consumer, head)
+        admin.pause_consumer("probes")  # It has no such table, so it does not matter.
+        admin.pause_consumer(consumer, "nonsense")
+        held, before = replica.held, target.bytes()
+        said = rf"table 'user': the replicas of paused consumers keep it \({consumer}\): resume them first"
+        with pytest.raises(Contradiction, match=said):
+            admin.delete_table("clicks", "user")
+        with ReplicaStream(service.grpc, consumer=consumer, replica="b", held=held) as other:
+            assert [each.name for each in other.until("opened").tables] == ["user", "item"]
+        assert (replica.held, target.bytes()) == (held, before)
+        admin.resume_consumer(consumer)
+        admin.delete_table("clicks", "user")
+        wait_for(lambda: set(target.bytes()) == {"item"})
 
 
 def test_what_goes_out_afterwards_is_what_the_rows_are_then(service: RunningService) -> None:
