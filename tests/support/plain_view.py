@@ -94,6 +94,7 @@ class PlainModel:
         self.tables: list[PlainTable] = []
         self.held: list[PlainHeld] = []
         self.compared_version = 0
+        self.released_rows = 0  # Of the last release.
 
     def cut(self, changes: Mapping[str, Rows]) -> None:
         self.version += 1
@@ -107,18 +108,27 @@ class PlainModel:
         followed = [each for each in self.tables if policy.follows(each.table)]
         wanted = [policy.form_of(each.table) for each in followed]
         self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, wanted, strict=True)]
-        return self.release(policy, overdue), [each for each in self.held if each.form not in have]
+        new = [each for each in self.held if each.form not in have]
+        release = self.release(policy, overdue)
+        if new:
+            self.released_rows = len(release.taken) + sum(len(each.rows) for each in new)
+        return release, new
 
     def release(self, policy: Policy, overdue: int) -> PlainRelease:
+        rest_after = self.released_rows if self.version == self.compared_version else 0
         rows = self.find_dirty(policy, overdue)
         groups = [[row for row in rows if row.table == one] for one in {row.table for row in rows}]
-        wanted = {row for group in (groups if policy.top_k_per_table else [rows]) for row in _top(group, policy)}
+        share = max(Fraction(str(policy.top_k or 0)), Fraction(min(rest_after, len(rows)), max(1, len(rows))))
+        wanted = {
+            row for group in (groups if policy.top_k_per_table else [rows]) for row in _top(group, policy, share)
+        }
         wanted |= {row for row in rows if row.overdue}
         taken = _fitting(wanted, policy.max_bytes)
         for row in taken:
             held = self.held[row.table]
             held.rows[row.id] = held.wanted(row.id)
             del held.dirty_since[row.id]
+        self.released_rows = len(taken) or self.released_rows
         left = [row for row in rows if row not in set(taken)]
         return PlainRelease(taken, left, len(wanted))
 
@@ -148,11 +158,11 @@ def _whole(source: PlainTable, form: TableForm) -> PlainHeld:
     return held
 
 
-def _top(rows: Sequence[DirtyRow], policy: Policy) -> list[DirtyRow]:
+def _top(rows: Sequence[DirtyRow], policy: Policy, share: Fraction) -> list[DirtyRow]:
+    """The first rows of a group; `share` is that of a policy with a share."""
     if policy.top_k is None:
         return list(rows)
-    share = math.ceil(Fraction(str(policy.top_k)) * len(rows))
-    return sorted(rows)[: share if policy.top_k < 1 else int(policy.top_k)]
+    return sorted(rows)[: math.ceil(share * len(rows)) if policy.top_k < 1 else int(policy.top_k)]
 
 
 def _fitting(rows: set[DirtyRow], max_bytes: int | None) -> list[DirtyRow]:

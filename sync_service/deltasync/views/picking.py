@@ -52,19 +52,26 @@ class Pick:
     reason: str
 
 
-def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
+def pick(tables: Sequence[DirtyRows], policy: Policy, rest_after: int = 0) -> Pick:
     """Choose the rows of the next release: all forced rows, and the others as the policy allows.
 
     The others are ranked: rows that were never sent come first, then larger norms of the delta; ties go by table
     and row id. The release takes the first `top_k` rows and all overdue ones. If they exceed `max_bytes`, it takes
     overdue rows first, then the others by rank, but at least one row.
+
+    Args:
+        tables: the dirty rows of each table.
+        policy: the consumer's policy.
+        rest_after: number of rows of the last release, if no version has come since; otherwise 0. A share then takes
+            at least this number, so that the rest goes out in a few equal releases: a share of the rest alone would
+            become smaller and smaller.
     """
     if not any(len(table.ids) for table in tables):
         return Pick([np.zeros(0, np.bool_) for _ in tables], "took all 0 dirty rows")
     rows = _Candidates.of(tables)
-    wanted = rows.overdue | rows.top(policy)
+    wanted = rows.overdue | rows.top(policy, rest_after)
     taken = wanted if policy.max_bytes is None else rows.within(wanted, policy.max_bytes)
-    reason, forced = rows.reason(wanted, taken, policy), _count(rows.forced)
+    reason, forced = rows.reason(wanted, taken, policy, rest_after), _count(rows.forced)
     if forced:
         taken, reason = taken | rows.forced, f"{reason}; and {forced} that every policy sends at once"
     return Pick(np.split(taken, rows.ends), reason)
@@ -102,14 +109,17 @@ class _Candidates:
         sizes = np.repeat(sizes, lengths) if (sizes != sizes[0]).any() else sizes[:1]
         return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
 
-    def top(self, policy: Policy) -> Mask:
+    def top(self, policy: Policy, rest_after: int) -> Mask:
         """The first rows of the ranking, over all tables or in each."""
         if policy.top_k is None:
             return self.free
+        top_k = policy.top_k
+        if top_k < 1 and rest_after:
+            top_k = max(top_k, rest_after / max(_count(self.free), rest_after))
         groups = np.split(self.ranks, self.ends), np.split(self.free, self.ends)
         if not policy.top_k_per_table:
             groups = [self.ranks], [self.free]
-        return _joined([_top(*each, policy.top_k) for each in zip(*groups, strict=True)])
+        return _joined([_top(*each, top_k) for each in zip(*groups, strict=True)])
 
     def within(self, wanted: Mask, max_bytes: int) -> Mask:
         """The most urgent rows of `wanted` that fit into `max_bytes`."""
@@ -128,13 +138,15 @@ class _Candidates:
     def _bytes(self, rows: Mask) -> int:
         return _count(rows) * int(self.sizes[0]) if len(self.sizes) == 1 else int(self.sizes.sum(where=rows))
 
-    def reason(self, wanted: Mask, taken: Mask, policy: Policy) -> str:
+    def reason(self, wanted: Mask, taken: Mask, policy: Policy, rest_after: int) -> str:
         dirty, took, fit = _count(self.free), _count(taken), _count(wanted)
         if took == dirty:
             return f"took all {counted(dirty, 'dirty row')}"
         new, old = _count(self.never_sent & taken), _count(self.overdue & taken)
         ranked = policy.top_k and fit < dirty
         why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
+        rest = ranked and rest_after and isinstance(policy.top_k, float)
+        why += ["at least as many as the last release, as no version is newer"] if rest else []
         why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
         why += [f"{new} were never sent before"] if new else []
         why += [f"{old} were older than max_age_seconds {policy.max_age_seconds:.15g}"] if old else []
@@ -144,7 +156,7 @@ class _Candidates:
 def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
     """The rows that top-k selects."""
     rows = _count(free)
-    count = max(1, math.ceil(round(top_k * rows, 6))) if top_k < 1 else int(top_k)
+    count = max(1, math.ceil(round(top_k * rows, 6))) if isinstance(top_k, float) else top_k
     return free if count >= rows else _first(ranks, free, count)
 
 

@@ -193,9 +193,11 @@ class ReleaseMaker:
         # The newest cut may be applied before the event loop sees its seal.
         if resyncs or (seal.at_once and seal.version > self.state.compared_version):
             policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+        newest = self.state.newest
+        rest_after = newest.statistics.taken.rows if newest and seal.version == self.state.compared_version else 0
         making.compare_rest(seal.version)
         dirty = making.dirty(wish.overdue_version)
-        picked = pick(dirty, policy)
+        picked = pick(dirty, policy, rest_after)
         described = [table_record(table) for table in making.tables]
         kept = dict[str, Any]()
         if wish.kept:

@@ -43,6 +43,25 @@ def test_the_smallest_share_is_one_row(share: float, per_table: bool) -> None:
     assert picked.taken[0].tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("per_table", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_a_rest_goes_out_in_releases_of_equal_size(share: float, per_table: bool) -> None:
+    """A share of what is left would become smaller and smaller, and the last rows would wait for minutes."""
+    policy, left, sizes = Policy(top_k=share, top_k_per_table=per_table), [120, 40], list[int]()
+    while sum(left):
+        taken = pick([dirty_rows([1.0] * rows) for rows in left], policy, sizes[-1] if sizes else 0).taken
+        left = [rows - int(mask.sum()) for rows, mask in zip(left, taken, strict=True)]
+        sizes.append(sum(int(mask.sum()) for mask in taken))
+    assert sizes == [round(160 * share)] * round(1 / share)
+
+
+def test_the_reason_says_that_a_release_is_of_a_rest() -> None:
+    assert pick([dirty_rows([1.0] * 20)], Policy(top_k=0.1), rest_after=3).reason == (
+        "took 3 of 20 dirty rows: top_k 10 % takes those that have changed most; at least as many as the last "
+        "release, as no version is newer"
+    )
+
+
 def test_of_more_than_fits_overdue_rows_go_first_and_then_the_first_of_the_ranking() -> None:
     tables = [dirty_rows([5.0, 1.0, 4.0, 2.0], overdue=[1, 3], never=[2])]
     policy = Policy(max_age_seconds=MAX_AGE, max_bytes=60)
