@@ -62,8 +62,8 @@ def pick(tables: Sequence[DirtyRows], policy: Policy, rest_after: int = 0) -> Pi
     Args:
         tables: the dirty rows of each table.
         policy: the consumer's policy.
-        rest_after: number of rows of the last release, if no version has come since; otherwise 0. A share then takes
-            at least this number, so that the rest goes out in a few equal releases: a share of the rest alone would
+        rest_after: number of rows of the last release, if no version has come since; otherwise 0. A share takes
+            at least this number. The rest then goes out in a few equal releases, where a share of the rest would
             become smaller and smaller.
     """
     if not any(len(table.ids) for table in tables):
