@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from deltasync.access.roles import Role, author, check_may
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import json_object, text_body, text_of
+from deltasync.base.arguments import number_of
 from deltasync.base.errors import InvalidInput, NotOwner
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
@@ -175,10 +176,10 @@ def _line(consumer: Consumer) -> ConsumerLine:
 
 
 def _seconds_of(body: dict[str, Any]) -> float:
-    seconds = body.get("behind_seconds")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise InvalidInput("body: expected behind_seconds as a number")
-    return float(seconds)
+    seconds = number_of("body: behind_seconds", body.get("behind_seconds"))
+    if not math.isfinite(seconds):
+        raise InvalidInput(f"body: behind_seconds {seconds}: expected a finite number")
+    return seconds
 
 
 def _is_owned(owners: Owners, model: str) -> bool:

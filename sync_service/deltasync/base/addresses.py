@@ -9,6 +9,7 @@ from deltasync.base.errors import InvalidInput
 
 MAX_PORT = 65_535
 
+_PORT = re.compile(r"[0-9]{1,5}")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
@@ -25,7 +26,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = rest.rpartition(":")
     if not host:
         raise InvalidInput(f"{text!r}: expected HOST:PORT, such as localhost:50051")
-    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+    if not (_PORT.fullmatch(port) and 1 <= int(port) <= MAX_PORT):
         raise InvalidInput(f"{text!r}: expected HOST:PORT, with a port from 1 to {MAX_PORT}")
     if _is_ipv6(host):
         raise InvalidInput(f"{text!r}: expected HOST:PORT, and IPv6 in brackets: [{host}]:{port}")

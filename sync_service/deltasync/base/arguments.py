@@ -41,6 +41,33 @@ def type_in_words(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
+def number_of(name: str, value: object) -> float:
+    """The value of an argument or a key as a float.
+
+    Raises:
+        InvalidInput: it is not a number, or exceeds a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidInput(f"{name} {shown(value)}: expected a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise InvalidInput(f"{name}: the number is too large") from error
+
+
+def shown(value: object) -> str:
+    """The value of an argument for an error. Python refuses to print numbers of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "with thousands of digits"
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can encode a string. JSON and Python allow lone surrogates, halves of characters."""
+    return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
+
+
 NAME_PATTERN = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}"
 _NAME = re.compile(NAME_PATTERN)
 

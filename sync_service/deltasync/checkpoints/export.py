@@ -13,7 +13,7 @@ from deltasync.base.files import flush
 from deltasync.base.words import listed
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import UNFINISHED, Place
-from deltasync.checkpoints.kept_version import find_kept
+from deltasync.checkpoints.kept_version import find_kept, is_number
 from deltasync.checkpoints.manifest import Manifest, TableEntry
 from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.core.changes import Stamps
@@ -55,7 +55,7 @@ def find_version(url: str, model: str, reference: str = "") -> tuple[CheckpointS
     for problem in (*found.problems, *found.unreachable):
         logger.warning("skipped a checkpoint: %s", problem)
     for each in found.manifests:
-        if reference.isdecimal() and each.version == int(reference):
+        if is_number(reference, each.version):
             return store, each
     names = listed(each.name or str(each.version) for each in kept)
     others = ", ".join(dict.fromkeys(str(each.version) for each in found.manifests))

@@ -96,15 +96,19 @@ def check_kept_name(name: str) -> str:
     return check_name("name", name)
 
 
+def is_number(reference: str, version: int) -> bool:
+    """Whether a reference is the number of a version. Python refuses to parse numbers of thousands of digits."""
+    return reference.lstrip("0") == str(version)
+
+
 def find_kept(versions: Sequence[KeptVersion], model: str, reference: str) -> KeptVersion:
     """The kept version with a name or a number; the latest if several have the number.
 
     Raises:
         NotFound: there is none; the message lists those that exist.
     """
-    number = int(reference) if _NUMBER.fullmatch(reference) else None
     for each in reversed(versions):
-        if each.name == reference or each.version == number:
+        if each.name == reference or is_number(reference, each.version):
             return each
     names = [each.name or str(each.version) for each in versions]
     raise NotFound(

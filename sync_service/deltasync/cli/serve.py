@@ -141,10 +141,11 @@ def limits_of_flags(_ctx: click.Context, _param: click.Parameter, values: tuple[
     """The limits of `--limit NAME=NUMBER`, by name."""
     limits = dict[str, int]()
     for value in values:
-        name, equals, number = value.partition("=")
-        if not equals or not number.replace("_", "").isdecimal():
-            raise click.BadParameter(f"{value!r}: expected NAME=NUMBER")
-        limits[name] = int(number)
+        name, _, number = value.partition("=")
+        try:
+            limits[name] = int(number)
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r}: expected NAME=NUMBER") from error
     try:
         LimitOptions.described(limits)
     except InvalidInput as error:

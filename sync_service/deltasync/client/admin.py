@@ -207,7 +207,7 @@ class Admin:
             Contradiction: a rank publishes the table, another table belongs to it, or consumers that are paused
                 or follow a kept version may have it.
         """
-        self._ask("DELETE", f"{_model(model)}/tables/{quote(table, safe='')}")
+        self._ask("DELETE", f"{_model(model)}/tables/{_quoted(table)}")
 
     def consumers(self) -> list[dict[str, Any]]:
         """All consumers of all processes, sorted by name."""
@@ -337,7 +337,7 @@ class Admin:
         Raises:
             NotFound: no such model, or no such kept version.
         """
-        self._ask("DELETE", f"{_model(model)}/versions/{quote(str(version), safe='')}")
+        self._ask("DELETE", f"{_model(model)}/versions/{_quoted(str(version))}")
 
     def roll_back(self, model: str, version: str | int, timeout_seconds: float = _DAY_SECONDS) -> int:
         """Make the rows of a kept version the newest version of a model.
@@ -433,15 +433,22 @@ def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
 
 
 def _consumer(name: str) -> str:
-    return f"/consumers/{quote(name, safe='')}"
+    return f"/consumers/{_quoted(name)}"
 
 
 def _replica(consumer: str, replica: str) -> str:
-    return f"{_consumer(consumer)}/replicas/{quote(replica, safe='')}"
+    return f"{_consumer(consumer)}/replicas/{_quoted(replica)}"
 
 
 def _model(name: str) -> str:
-    return f"/models/{quote(name, safe='')}"
+    return f"/models/{_quoted(name)}"
+
+
+def _quoted(name: str) -> str:
+    try:
+        return quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"name {name!r}: it has a lone surrogate, half of a character") from error
 
 
 class EachProcess:

@@ -233,11 +233,15 @@ def meaning(details: str, *, tls: bool, certificate: bool) -> str:
     if tls and _ALERT in details:
         return _certificate_hint(certificate)
     broken_off = _BEFORE_A_CONNECTION in details and any(sign in details for sign in _BROKEN_OFF)
-    if tls and (broken_off or (certificate and _NO_ANSWER in details)):
-        return _certificate_hint(certificate)
-    if not tls and (broken_off or _NO_ANSWER in details):
+    if _NO_ANSWER in details:  # A service that is killed leaves like a port of the other kind.
+        return f"the service ended before it answered, or {_refusal(tls=tls, certificate=certificate)}"
+    return _refusal(tls=tls, certificate=certificate) if broken_off else ""
+
+
+def _refusal(*, tls: bool, certificate: bool) -> str:
+    if not tls:
         return "this port may need TLS: set ca, and use https:// for HTTP"
-    return ""
+    return _certificate_hint(certificate)
 
 
 def _certificate_hint(certificate: bool) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from deltasync.base.arguments import is_text, number_of, shown
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import counted
 from deltasync.core.table_form import Mode, TableForm
@@ -42,7 +43,7 @@ class Kind(ABC):
         """
 
     def _refuse(self, name: str, value: Any) -> InvalidInput:
-        return InvalidInput(f"{name} {value!r}: expected {self.expected}")
+        return InvalidInput(f"{name} {shown(value)}: expected {self.expected}")
 
 
 class Patterns(Kind):
@@ -55,7 +56,7 @@ class Patterns(Kind):
     def read(self, name: str, value: Any) -> tuple[str, ...]:
         """See `Kind`."""
         if not isinstance(value, list | tuple) or not all(
-            isinstance(each, str) and _is_text(each) for each in value
+            isinstance(each, str) and is_text(each) for each in value
         ):
             raise self._refuse(name, value)
         if not value or not all(value):
@@ -104,7 +105,7 @@ class Seconds(Kind):
 
     def read(self, name: str, value: Any) -> float:
         """See `Kind`."""
-        seconds = _number(name, value)
+        seconds = number_of(name, value)
         if not (self._least <= seconds <= _MOST_SECONDS and (seconds or self._zero)):
             raise InvalidInput(f"{name} {seconds:.15g}: expected {self.expected}")
         return seconds
@@ -120,7 +121,7 @@ class Amount(Kind):
 
     def read(self, name: str, value: Any) -> float:
         """See `Kind`."""
-        amount = _number(name, value)
+        amount = number_of(name, value)
         if isinstance(value, int) and value >= 1:
             return value
         if not 0 < amount < 1:
@@ -140,7 +141,7 @@ class Bytes(Kind):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._refuse(name, value)
         if value > _MOST_BYTES:
-            raise InvalidInput(f"{name} {value}: expected at most {_MOST_BYTES}")
+            raise InvalidInput(f"{name} {shown(value)}: expected at most {_MOST_BYTES}")
         return value
 
 
@@ -188,20 +189,6 @@ def declared_in(policy: type) -> tuple[PolicyField, ...]:
         )
         for each in fields(policy)
     )
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidInput(f"{name} {value!r}: expected a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise InvalidInput(f"{name}: the number is too large") from error
-
-
-def _is_text(value: str) -> bool:
-    """Whether UTF-8 can encode a string: JSON allows lone surrogates, UTF-8 does not."""
-    return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
 
 
 # The smallest row is its id and either a norm or one fp16 value.

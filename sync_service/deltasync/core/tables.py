@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.base.arguments import check_type
+from deltasync.base.arguments import check_type, is_text
 from deltasync.base.errors import InvalidInput
 
 ID_TYPE = np.dtype("<i8")
@@ -105,6 +105,10 @@ class TableSpec:
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= MAX_NAME:
             raise InvalidInput(f"table name {self.name!r}: use 1 to {MAX_NAME} characters")
+        if not all(map(is_text, self.names)):
+            raise InvalidInput(
+                f"table name {self.name!r}: a lone surrogate, half of a character, is in it or an alias"
+            )
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         self._check_values()

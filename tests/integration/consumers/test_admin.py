@@ -89,6 +89,13 @@ BAD_CHANGES: list[tuple[Callable[[Admin], object], type[DeltasyncError], str]] =
     (lambda admin: admin.delete_consumer("no"), NotFound, "consumers: predictors, probes"),
     (lambda admin: admin.delete_consumer("a/b"), NotFound, "no consumer 'a/b'; consumers: predictors, probes"),
     (lambda admin: admin.delete_table("clicks", "a table/of any name?"), NotFound, "no model 'clicks'"),
+    (lambda admin: admin.delete_table("clicks", "\ud800"), InvalidInput, "it has a lone surrogate"),
+    (lambda admin: admin.follow_version("probes", "9" * 4299), NotFound, "no model 'clicks'"),
+    (
+        lambda admin: admin.follow_consumer("probes", "predictors", 10**400),
+        InvalidInput,
+        "behind_seconds: the number",
+    ),
     (lambda admin: admin.move_model("clicks", "elsewhere"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.make_checkpoint("clicks"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.drain_process(), Contradiction, "no other process can take the models"),

@@ -31,6 +31,7 @@ def test_what_an_address_says(address: str, host: str, port: int) -> None:
         ("grpc://localhost:50051", "without grpc://"),
         ("localhost:0", "a port from 1 to 65535"),
         ("localhost:99999", "a port from 1 to 65535"),
+        ("localhost:" + "9" * 5000, "a port from 1 to 65535"),
         ("localhost:-1", "a port from 1 to 65535"),
         ("localhost:port", "a port from 1 to 65535"),
         ("localhost:\u0661", "a port from 1 to 65535"),

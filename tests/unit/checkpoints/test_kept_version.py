@@ -97,10 +97,12 @@ def test_a_damaged_record_of_a_kept_version_is_named_by_a_check_and_keeps_its_ch
     assert store.is_sound(first)
 
 
-@pytest.mark.parametrize("reference", ["good", "3"])
+@pytest.mark.parametrize("reference", ["good", "3", "003"])
 def test_a_kept_version_is_found_by_name_and_number(world: Checkpointed, reference: str) -> None:
     version = KeptVersion(model=MODEL, name="good", id="i", seal=sealed(3), bytes=1, kept_unix_ns=1, by="me")
     assert find_kept([version], MODEL, reference) == version
+    with pytest.raises(NotFound, match="has no kept version '999"):
+        find_kept([version], MODEL, "9" * 5000)  # Python refuses to parse it.
     with pytest.raises(NotFound, match="has no kept version 'bad'") as error:
         find_kept([version], MODEL, "bad")
     assert "good" in error.value.detail

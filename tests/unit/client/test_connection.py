@@ -81,6 +81,7 @@ def test_what_is_new_is_said_no_later(silent: float, new_error: bool, new_outage
     assert should_log(silent, new_error=True, new_outage=new_outage).yes >= said
 
 
+ENDED = "Remote end closed connection without response"
 CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
 
 
@@ -91,6 +92,9 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.
         (CLOSED, True, False, "it may need a client certificate"),
         (CLOSED, True, True, "it may refuse this client's certificate"),
         ("Socket closed", True, True, ""),
+        (ENDED, False, False, "the service ended before it answered, or this port may need TLS"),
+        (ENDED, True, True, "the service ended before it answered, or it may refuse this client's certificate"),
+        (ENDED, True, False, "the service ended before it answered, or it may need a client certificate"),
         (
             "failed to connect to all addresses; last error: Connection refused",
             True,

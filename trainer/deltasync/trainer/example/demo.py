@@ -314,6 +314,7 @@ class DemoRun:
     def _hold(self) -> None:
         """Wait for Ctrl-C. Only report processes that end, because the user may break them on purpose."""
         self.say(f"the trainer has ended; everything else runs until Ctrl-C; see {self._http}/")
+        self.say("  then the demo compares the replicas' rows with the trainer's, and prints the AUCs")
         running = [*self.replicas, "service"]
         pids = ", ".join(f"{name} {self._processes.pid(name)}" for name in running)
         self.say(f"  processes to stop or kill, by pid: {pids}")
