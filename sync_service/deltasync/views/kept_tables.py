@@ -55,7 +55,7 @@ def load_kept(
 
 
 def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable], version: int) -> None:
-    """Delete rows in a kept version's tables that replicas hold and the version did not have yet.
+    """Delete, in a kept version's tables, the rows that replicas hold and that are newer than the version.
 
     On the model's thread.
     """

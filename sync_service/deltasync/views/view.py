@@ -309,7 +309,7 @@ class View:
             DamagedRows: rows do not match their digests. The model is loaded again.
         """
         check_past(follows.kept, self.model.seals)
-        # First have every row that replicas may hold in the policy's form; then they get only the difference.
+        # Convert every row that replicas may hold first, so that they get only the difference.
         await self.prepare(policy, goes_on=goes_on)
         kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
         if self.arrived(policy) or not goes_on():
