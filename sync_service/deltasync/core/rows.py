@@ -36,13 +36,13 @@ def row_ids(table: str, ids: ArrayLike | Iterable[int]) -> Ids:
         InvalidInput: they have another type or shape, or exceed int64.
     """
     if isinstance(ids, Iterable) and not hasattr(ids, "__array__"):
-        ids = list(ids)
-        wrong = {each for each in set(map(type, ids)) if each is bool or not issubclass(each, Integral)}
+        numbers = list(ids)
+        wrong = {each for each in set(map(type, numbers)) if each is bool or not issubclass(each, Integral)}
         if wrong:
             kinds = listed(each.__name__ for each in wrong)
             raise InvalidInput(f"table {table!r}: ids of type {kinds}, expected integers")
         try:
-            return np.array(ids, ID_TYPE)
+            return np.array(numbers, ID_TYPE)
         except OverflowError as error:
             raise _too_large(table) from error
     array = np.asarray(ids)
