@@ -161,6 +161,8 @@ def test_what_cannot_be_followed_or_released_is_refused(service: RunningService,
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
         admin.keep_version("clicks", "good")
+        with pytest.raises(NotFound, match="has no kept version '99999"):
+            admin.follow_version("predictors", "9" * 5000)
         with pytest.raises(NotFound, match="has no kept version 'bad'; kept versions: good"):
             admin.follow_version("predictors", "bad")
         admin.follow_version("predictors", 1)

@@ -178,6 +178,7 @@ def test_all_processes_show_who_they_are_and_stay_up_to_be_broken_until_ctrl_c()
         stack.callback(demo.kill)  # Or whatever goes wrong here would wait for it.
         endpoint = Path(_said(demo, r"deltasync lag predictors --endpoint (\S+)$")[1])
         _said(demo, r"everything else runs until Ctrl-C; see https://\S+/$")
+        _said(demo, r"then the demo compares the replicas' rows with the trainer's, and prints the AUCs$")
         status, lag, complained = deltasync("lag", "predictors", "--endpoint", str(endpoint), "--json")
         assert (status, json.loads(lag)["state"]) == (0, "in sync"), complained
         folder = endpoint.parent
@@ -197,6 +198,7 @@ def test_all_processes_show_who_they_are_and_stay_up_to_be_broken_until_ctrl_c()
         rest, complained = demo.communicate()
         assert demo.wait() == 0, rest + complained
     assert "rows equal:   yes" in rest
+    assert "AUC" in rest
     assert not folder.exists()
 
 
