@@ -68,7 +68,7 @@ _Since = Annotated[float, Query(ge=0, le=1e9, description="Only lines of the las
 _Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines; the newest ones count.")]
 _From = Annotated[
     int | None,
-    Query(ge=0, lt=2**63, description="Lines from this time on: `next_unix_ns` of the page before."),
+    Query(ge=0, lt=2**63, description="The next page, instead of `since_seconds`: `next_unix_ns` of this one."),
 ]
 
 
