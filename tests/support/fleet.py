@@ -52,6 +52,7 @@ class Trainer:
         started: int = 1,
         seed: int = 0,
         continues: Position | None = None,
+        start_over: bool = False,
     ) -> None:
         self.tables = list(tables)
         self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
@@ -62,6 +63,7 @@ class Trainer:
             run=run,
             run_started_unix_ns=started,
             continues=continues or Position(),
+            start_over=start_over,
         )
         self.publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
