@@ -82,7 +82,9 @@ def models() -> None:
 @models.command("rollback", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--version", required=True, metavar="VERSION", help="Name or number of a kept version of the model.")
-@click.option("--accept-any", is_flag=True, help="Also admit a trainer without a DeltaSync state, with all its rows.")
+@click.option(
+    "--accept-any", is_flag=True, help="Also admit a trainer without a DeltaSync state, with all its rows."
+)
 @operator_options(changes=True)
 def roll_back(name: str, version: str, accept_any: bool, service: Endpoint) -> None:
     """Make the rows of a kept version the newest version of model NAME.

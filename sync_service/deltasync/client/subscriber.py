@@ -89,7 +89,7 @@ class Subscriber:
         self.held = options.held
         self.version = options.held
         if options.held.number and isinstance(target, LocalTarget):
-            target.hold(options.held)
+            target.begin_at(options.held)
         self._told_version = Position()  # With its seal. `options.held` may be a release's position instead.
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex

@@ -118,7 +118,9 @@ class TableSpec:
                 return np.dtype(self.dtype)
         except TypeError:
             pass
-        raise InvalidInput(f"table {self.name!r}: dtype {self.dtype!r}, expected a type of NumPy, such as np.float16")
+        raise InvalidInput(
+            f"table {self.name!r}: dtype {self.dtype!r}, expected a type of NumPy, such as np.float16"
+        )
 
     def _check_values(self) -> None:
         if not 1 <= self.dim <= MAX_DIM:

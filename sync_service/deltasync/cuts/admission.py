@@ -79,7 +79,11 @@ def may_go_on(
         return Admission(True, "no rollback discarded this version")
     if (version := seals.newest.rolls_back_to) is None:
         return Admission(True, "no rollback is the newest version")
-    has = f"version {claim.number} of another history" if claim.number else "no version, as without a DeltaSync state"
+    has = (
+        f"version {claim.number} of another history"
+        if claim.number
+        else "no version, as without a DeltaSync state"
+    )
     return Admission(
         False,
         f"run {run.id} goes on from {has}, but {_rolled_back(version)}: {_restart_from(run.id, version)} with its "

@@ -72,9 +72,7 @@ class CutCoordinator:
         self._forsaken_at: float | None = None
         self._sealing: asyncio.Task[None] | None = None
 
-    async def admit(
-        self, run: Run, specs: list[TableSpec], claim: Position, *, start_over: bool = False
-    ) -> None:
+    async def admit(self, run: Run, specs: list[TableSpec], claim: Position, *, start_over: bool = False) -> None:
         """Admit a run, which may take over from another. Its tables are created with its first cut.
 
         Args:
@@ -87,8 +85,8 @@ class CutCoordinator:
             NotPermitted: the run belongs to another identity.
             RunRefused: the run is over, goes on from a version that was rolled back, or has another size or other
                 tables than the service or its other ranks.
-            Contradiction: the clocks contradict the order of the runs, or the log has no room for all rows of a new
-                model.
+            Contradiction: the clocks contradict the order of the runs, or the log has no room for all rows of a
+                new model.
             LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """

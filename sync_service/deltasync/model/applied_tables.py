@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction, RunRefused, ServiceUnavailable, StorageFailed
+from deltasync.base.errors import RunRefused, ServiceUnavailable, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable

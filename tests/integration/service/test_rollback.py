@@ -88,7 +88,9 @@ def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tm
                 trainer.change(1)
             with (
                 Trainer(service.grpc, run="reloaded", started=time.time_ns()) as trainer,
-                pytest.raises(RunRefused, match="no version, as without a DeltaSync state, but the model was rolled"),
+                pytest.raises(
+                    RunRefused, match="no version, as without a DeltaSync state, but the model was rolled"
+                ),
             ):
                 trainer.publish_all()
             trainer = Trainer(service.grpc, run="second", started=time.time_ns(), continues=kept)

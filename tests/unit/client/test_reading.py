@@ -111,7 +111,7 @@ def test_a_module_cannot_be_read_before_its_first_release_unless_its_weights_are
     reads: Reads,
 ) -> None:
     target, position = target_of("torch", reads), Position("h", 10)
-    with pytest.raises(TornTarget, match="no release has arrived yet: wait until the subscriber is ready"):
+    with pytest.raises(TornTarget, match="no release has arrived yet, so the module has the weights"):
         read(target)
     options = SubscriberOptions(service="localhost:1", consumer="predictors", held=position)
     with Subscriber(options, target), target.reading() as reading:

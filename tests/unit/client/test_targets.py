@@ -135,21 +135,21 @@ def test_a_table_refuses_other_types_at_once(dtype: Any) -> None:
         TableSpec("user", 5, 2, dtype)
 
 
-FREEZES = {
+FREEZES: dict[str, Callable[[], Any]] = {
     "a module compiled with it": lambda: torch.compile(Bags(), options={"freezing": True}),
     "one that compiles itself with it": lambda: compiled_in_place(Bags()),
     "a part of a module": lambda: nn.ModuleDict({"in": torch.compile(Bags(), options={"freezing": True})}),
 }
 
 
-def compiled_in_place(module: nn.Module) -> nn.Module:
+def compiled_in_place(module: nn.Module) -> Any:
     module.compile(options={"freezing": True})
     return module
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("made", FREEZES.values(), ids=FREEZES.keys())
-def test_a_module_whose_weights_the_compiler_freezes_is_refused(made: Callable[[], nn.Module]) -> None:
+def test_a_module_whose_weights_the_compiler_freezes_is_refused(made: Callable[[], Any]) -> None:
     target = TorchTarget(made())
     with pytest.raises(Contradiction, match="is compiled with the option freezing: the compiler writes values"):
         target.apply(release_of(1, (USER, [1], 2.0), resync=True))
@@ -167,6 +167,7 @@ def test_no_module_is_served_while_freezing_is_on_for_all() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_module_compiled_without_freezing_is_written() -> None:
-    target = TorchTarget(torch.compile(Bags(), options={"freezing": False}))
+    compiled: Any = torch.compile(Bags(), options={"freezing": False})
+    target = TorchTarget(compiled)
     target.apply(release_of(1, (USER, [1], 2.0), resync=True))
     assert rows_of(target)[0] == [0, 2, 0, 0, 0]

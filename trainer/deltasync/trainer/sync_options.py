@@ -40,8 +40,8 @@ class OnRefusal(Enum):
     """What a step does if publishing is refused or impossible, for example because a row has NaN."""
 
     CONTINUE = "continue"
-    """Training continues, rows stay marked, and a later step tries to publish them (see `DeltaSync.trouble`). If the
-    service refuses the run for good (`RunRefused`), for example after a rollback, the step raises the error."""
+    """Training continues, rows stay marked, and a later step tries to publish them (see `DeltaSync.trouble`). The
+    step raises the error only if the service refuses the run for good (`RunRefused`)."""
     RAISE = "raise"
     """The step raises the error."""
 

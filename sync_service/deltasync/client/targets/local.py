@@ -63,7 +63,7 @@ class LocalTarget(Generic[C, R]):
                     return
             # The copies were swapped before this thread got in: try again.
 
-    def hold(self, position: Position) -> None:
+    def begin_at(self, position: Position) -> None:
         """Note the position of the rows that this target has had since before its first release."""
         for side in self._sides:
             if side.reading.step is None:

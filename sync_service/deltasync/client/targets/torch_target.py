@@ -96,9 +96,9 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
         with super().reading() as reading:
             if reading.step is None and not reading.position.number:
                 raise TornTarget(
-                    "the module has the weights with which it was constructed, because no release has arrived yet: "
-                    "wait until the subscriber is ready (wait_until_ready); if the weights are those of a position, "
-                    "pass it as SubscriberOptions(held=...)"
+                    "no release has arrived yet, so the module has the weights with which it was constructed: "
+                    "wait until the subscriber is ready (wait_until_ready); if they are those of a position, pass "
+                    "it as SubscriberOptions(held=...)"
                 )
             yield reading
 

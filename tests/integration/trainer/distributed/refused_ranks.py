@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,9 @@ def a_rank_closes_a_step_early(service: str, rank: int) -> None:
     for _ in range(2):
         model.weight.data += 1
         sync.step()
+    end = partial(sync.close, WAIT) if rank == 0 else sync.step
     with pytest.raises(DeltasyncError) as refused:
-        if rank == 0:
-            sync.close(WAIT)
-        else:
-            sync.step()
+        end()
     assert str(refused.value) == (
         "DeltaSync: rank 0 at step 2, ranks 1, 2 at step 3: all ranks must make the same calls, and close it "
         "after the same step"

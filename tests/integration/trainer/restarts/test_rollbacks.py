@@ -1,7 +1,7 @@
 """Trainers after a rollback: which may publish, and what the others raise."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from tests.integration.trainer.following import WAIT, expect
@@ -27,8 +27,12 @@ class Trainer:
         )
 
     def step(self) -> None:
-        self.model[0].weight.data[3] += 1
+        next(self.model.parameters()).data[3] += 1
         self.sync.step()
+
+    def step_for_ever(self) -> NoReturn:
+        while True:
+            self.step()
 
 
 @pytest.fixture
@@ -50,8 +54,7 @@ def rolled_back(running: RunningService, admin: Admin) -> Trainer:
 
 def test_the_running_trainer_stops_with_an_error(rolled_back: Trainer) -> None:
     with pytest.raises(RunRefused, match="the model was rolled back to version 1: restart the trainer of run"):
-        while True:
-            rolled_back.step()
+        rolled_back.step_for_ever()
     rolled_back.sync.abort()
 
 
@@ -62,8 +65,7 @@ def test_weights_without_a_state_come_back_only_if_a_person_vouches_for_them(
     weights = {name: each.clone() for name, each in rolled_back.model.state_dict().items()}
     reloaded = Trainer(running, weights)
     with pytest.raises(RunRefused, match=r"without a DeltaSync state.* SyncOptions\(start_over=True\)"):
-        while True:
-            reloaded.step()
+        reloaded.step_for_ever()
     reloaded.sync.abort()
     assert running.get_json("/versions?last=1")[0]["run"].startswith("rollback-to-1-")
     vouched = Trainer(running, weights, start_over=True)

@@ -187,7 +187,9 @@ class Agreement:
         for rank, (each,) in zip(self._states.ranks, self._every([count]), strict=True):
             ranks.setdefault(each, []).append(rank)
         places = [f"{named(of)} at {self._unit} {each}" for each, of in ranks.items()]
-        raise DeltasyncError(f"{self._name}: {some(places)}: {_SAME_CALLS}, and close it after the same {self._unit}")
+        raise DeltasyncError(
+            f"{self._name}: {some(places)}: {_SAME_CALLS}, and close it after the same {self._unit}"
+        )
 
     def any_of(self, flag: bool) -> bool:
         """Whether a flag is set on any rank. A collective of all ranks."""

@@ -49,9 +49,9 @@ def begun_together(
     store.write(json.dumps([shown, reason]))
     store.wait_for_all()
     states = [json.loads(text) for text in store.read()]
-    if error := _error_of_all(what, store.ranks, states):
+    if refusal := _error_of_all(what, store.ranks, states):
         store.leave()  # Now each rank may end.
-        raise error from failure
+        raise refusal from failure
 
 
 def _error_of_all(what: str, ranks: Sequence[int], states: Sequence[Any]) -> DeltasyncError | None:

@@ -118,7 +118,7 @@ class HeldTarget(DelayedTarget, MeteredTarget):
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """See `TorchTarget.reading`. Before the first release, the weights are the trainer's before its first step."""
+        """See `TorchTarget.reading`. Before the first release, the weights are those of the trainer's start."""
         self.wait_for_release()
         with LocalTarget.reading(self) as reading:
             yield reading
