@@ -136,10 +136,14 @@ def test_a_table_refuses_other_types_at_once(dtype: Any) -> None:
 
 
 FREEZES: dict[str, Callable[[], Any]] = {
-    "a module compiled with it": lambda: torch.compile(Bags(), options={"freezing": True}),
+    "a module compiled with it": lambda: compiled(freezing=True),
     "one that compiles itself with it": lambda: compiled_in_place(Bags()),
-    "a part of a module": lambda: nn.ModuleDict({"in": torch.compile(Bags(), options={"freezing": True})}),
+    "a part of a module": lambda: nn.ModuleDict({"in": compiled(freezing=True)}),
 }
+
+
+def compiled(*, freezing: bool) -> Any:
+    return torch.compile(Bags(), options={"freezing": freezing})
 
 
 def compiled_in_place(module: nn.Module) -> Any:
@@ -167,7 +171,6 @@ def test_no_module_is_served_while_freezing_is_on_for_all() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_module_compiled_without_freezing_is_written() -> None:
-    compiled: Any = torch.compile(Bags(), options={"freezing": False})
-    target = TorchTarget(compiled)
+    target = TorchTarget(compiled(freezing=False))
     target.apply(release_of(1, (USER, [1], 2.0), resync=True))
     assert rows_of(target)[0] == [0, 2, 0, 0, 0]
