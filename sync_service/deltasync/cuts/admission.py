@@ -88,7 +88,7 @@ def may_go_on(
         False,
         f"run {run.id} goes on from {has}, but {_rolled_back(version)}: {_restart_from(run.id, version)} with its "
         "DeltaSync state. If its rows are good, set SyncOptions(start_over=True), or roll back again with "
-        f"deltasync models rollback --version {version} --accept-any",
+        f"deltasync models rollback NAME --version {version} --accept-any",
     )
 
 

@@ -217,7 +217,7 @@ GOES_ON = [*ROLLED_BACK, sealed(5, run="good")]
         ),
         (ROLLED_BACK, Position("other", 1), False, "version 1 of another history, but the model was rolled back"),
         (ROLLED_BACK, Position("h", 5), False, "SyncOptions(start_over=True)"),
-        (ROLLED_BACK, Position(), False, "deltasync models rollback --version 2 --accept-any"),
+        (ROLLED_BACK, Position(), False, "deltasync models rollback NAME --version 2 --accept-any"),
         (ROLLED_BACK, Position(), True, ""),
         (BY_ANY, Position(), False, ""),
         (BY_ANY, Position("h", 2), False, "goes on from version 2, but the model was rolled back to version 1"),
