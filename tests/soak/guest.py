@@ -66,8 +66,11 @@ class Guest:
         options = SubscriberOptions(service=self._service, consumer=self.name, replica="guest")
         self.subscriber = Subscriber(options, self.target)
 
-    def publish(self, value: float | None = None, **rows: int) -> None:
-        """Have a run publish its number, or another value, in so many rows of these tables, and end."""
+    def publish(self, value: float | None = None, *, start_over: bool = False, **rows: int) -> None:
+        """Publish a run's number, or another value, in this number of rows of each table, and end the run.
+
+        After a rollback, the run must `start_over`, because it has no state.
+        """
         self._runs += 1
         shards = [Shard(TableSpec(name, ROWS, _DIM), 0, ROWS, 0, _DIM) for name in rows]
         options = PublisherOptions(
@@ -75,6 +78,7 @@ class Guest:
             model=self.name,
             run=f"{self.name}-{self._runs}",
             run_started_unix_ns=time.time_ns(),
+            start_over=start_over,
         )
         values = {name: np.full((count, _DIM), value or self._runs, np.float32) for name, count in rows.items()}
         batches = [RowBatch(each, np.arange(rows[each.table.name]), values[each.table.name]) for each in shards]

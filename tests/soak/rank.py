@@ -131,6 +131,7 @@ class PlainRank:
             rank=rank,
             world_size=self.run.ranks,
             continues=held,
+            start_over=not held.number,  # After a rollback, one may begin before the first version.
             takes_deletes=self.run.ranks == 1,  # Others would have to agree on the step.
         )
         self._publisher = Publisher(options, [shard.table for shard in self._shards], self._shards)

@@ -26,6 +26,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
+from deltasync.client.targets.local import LocalTarget
 from deltasync.client.targets.target import Written
 from deltasync.core.rows import Values
 from deltasync.core.table_form import Mode, TableForm
@@ -52,6 +53,7 @@ class Trainer:
         started: int = 1,
         seed: int = 0,
         continues: Position | None = None,
+        start_over: bool = False,
     ) -> None:
         self.tables = list(tables)
         self.rows = {table.name: rows for table, rows in zip(tables, random_rows(seed, tables), strict=True)}
@@ -62,6 +64,7 @@ class Trainer:
             run=run,
             run_started_unix_ns=started,
             continues=continues or Position(),
+            start_over=start_over,
         )
         self.publisher = Publisher(options, self.tables, [Shard.whole(table) for table in tables])
         self._step = 0
@@ -133,7 +136,7 @@ def held(target: NumpyTarget) -> dict[str, bytes]:
 
 
 class Recorder(NumpyTarget):
-    """Records every release, and the rows after it."""
+    """Records every release, and the rows after it, also if these are for quantised modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +144,7 @@ class Recorder(NumpyTarget):
         self.held: dict[Position, dict[str, bytes]] = {}
 
     def apply(self, release: Release) -> Written | None:
-        written = super().apply(release)
+        written = LocalTarget.apply(self, release)
         self.releases.append(release)
         self.held[release.position] = self.bytes()
         return written

@@ -124,6 +124,7 @@ class PublishOpen(_message.Message):
     TAKES_DELETES_FIELD_NUMBER: _builtins.int
     TAKES_CHANGES_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    START_OVER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model names the set of tables: 1 to 128 letters, digits, '.', '_' and '-', not starting with '.'."""
     run: _builtins.str
@@ -143,6 +144,10 @@ class PublishOpen(_message.Message):
     """takes_changes says that this rank understands ChangedRows."""
     process: _builtins.str
     """process identifies this process to people, for example by host and process id. At most 200 printable characters."""
+    start_over: _builtins.bool
+    """start_over says that the rows of this run are good although it does not continue from the version to which the model
+    was rolled back, or from an earlier one. Otherwise the service refuses such a run until a version follows the rollback.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes all tables, the same on all ranks. At least one. The shards of all ranks must cover them. A later run
@@ -172,10 +177,11 @@ class PublishOpen(_message.Message):
         takes_deletes: _builtins.bool = ...,
         takes_changes: _builtins.bool = ...,
         process: _builtins.str = ...,
+        start_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "process", b"process", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "tables", b"tables", "takes_changes", b"takes_changes", "takes_deletes", b"takes_deletes", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "model", b"model", "process", b"process", "rank", b"rank", "run", b"run", "run_started_unix_ns", b"run_started_unix_ns", "shards", b"shards", "start_over", b"start_over", "tables", b"tables", "takes_changes", b"takes_changes", "takes_deletes", b"takes_deletes", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

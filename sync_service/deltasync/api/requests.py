@@ -94,11 +94,12 @@ def text_of(described: dict[str, Any], key: str, default: str | None = None) -> 
     return text
 
 
-def text_body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
-    """The OpenAPI description of a body with one string, for `openapi_extra`."""
+def text_body(key: str, words: str, example: str, *, required: bool, **flags: str) -> dict[str, Any]:
+    """The OpenAPI description of a body with one string and flags, for `openapi_extra`."""
+    booleans = {name: {"type": "boolean", "description": each} for name, each in flags.items()}
     schema = {
         "type": "object",
-        "properties": {key: {"type": "string", "description": words}},
+        "properties": {key: {"type": "string", "description": words}, **booleans},
         "required": [key] if required else [],
         "additionalProperties": False,
     }

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from deltasync.access.roles import author
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import json_object, text_body, text_of, while_wanted
+from deltasync.base.errors import InvalidInput
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.service.rollback import roll_back
 
@@ -65,10 +66,15 @@ def version_routes(on: Collaborators) -> APIRouter:
     async def rollback(name: str, request: Request) -> RollbackLine:
         """Make the rows of a kept version the newest version of a model. Needs role admin.
 
-        Replicas of consumers that follow the newest version get them. The running trainer is stopped.
+        Replicas of consumers that follow the newest version get them. The running trainer is stopped. With
+        `accept_any` the service also admits trainers without a DeltaSync state.
         """
-        by, version = author(), text_of(await json_object(request, ("version",)), "version")
-        position = await while_wanted(request, on.draining, roll_back(on.models, name, version, on.events, by))
+        by, body = author(), await json_object(request, ("version", "accept_any"))
+        version, accept_any = text_of(body, "version"), body.get("accept_any", False)
+        if not isinstance(accept_any, bool):
+            raise InvalidInput("body: expected accept_any to be true or false")
+        rolled_back = roll_back(on.models, name, version, on.events, by, accept_any=accept_any)
+        position = await while_wanted(request, on.draining, rolled_back)
         return RollbackLine(name, position.number)
 
     return router
@@ -89,5 +95,11 @@ def _line(kept: KeptVersion, own_bytes: int, followers: list[str]) -> KeptLine:
     )
 
 
-_ROLLBACK = text_body("version", "Name or number of a kept version.", "before-launch", required=True)
+_ROLLBACK = text_body(
+    "version",
+    "Name or number of a kept version.",
+    "before-launch",
+    required=True,
+    accept_any="Also admit trainers without a DeltaSync state.",
+)
 _KEEP = text_body("name", "A name, which lasts until release.", "before-launch", required=False)

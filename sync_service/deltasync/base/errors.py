@@ -4,6 +4,7 @@
     ├── InvalidInput        an input that can never be right; nothing was changed
     ├── NotFound            a name that does not exist; the message lists the existing names
     ├── Contradiction       valid by itself, but at odds with the service's data
+    │   └── RunRefused      the service does not admit this run, however often it tries
     ├── Superseded          a newer stream, run or cut has taken this one's place
     ├── NotPermitted        the caller lacks the necessary role or token
     ├── LimitReached        a limit of the service is exceeded; the message names the limit
@@ -57,6 +58,10 @@ class NotFound(DeltasyncError, LookupError):
 
 class Contradiction(DeltasyncError):
     """Valid by itself, but at odds with the service's data."""
+
+
+class RunRefused(Contradiction):
+    """The service does not admit this run, however often it tries."""
 
 
 class Superseded(DeltasyncError):

@@ -82,16 +82,20 @@ def models() -> None:
 @models.command("rollback", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--version", required=True, metavar="VERSION", help="Name or number of a kept version of the model.")
+@click.option(
+    "--accept-any", is_flag=True, help="Also admit a trainer without a DeltaSync state, with all its rows."
+)
 @operator_options(changes=True)
-def roll_back(name: str, version: str, service: Endpoint) -> None:
+def roll_back(name: str, version: str, accept_any: bool, service: Endpoint) -> None:
     """Make the rows of a kept version the newest version of model NAME.
 
     All consumers get it at once, whatever their policies hold back, except those that follow a kept version or
-    another consumer. The running trainer is stopped, and refused until it restarts from that version (`deltasync
-    export`) or an earlier one. The service needs memory for one more copy of the tables meanwhile.
+    another consumer. The running trainer stops with an error. Until the next version, the service admits only
+    trainers that go on from that version (`deltasync export`) or an earlier one, and those with
+    SyncOptions(start_over=True). The service needs memory for one more copy of the tables meanwhile.
     """
     with waiting_for(service):
-        newest = Admin(service).roll_back(name, version)
+        newest = Admin(service).roll_back(name, version, accept_any=accept_any)
     say(f"model {name} is rolled back: version {newest} has the rows of version {version}")
 
 

@@ -339,16 +339,24 @@ class Admin:
         """
         self._ask("DELETE", f"{_model(model)}/versions/{_quoted(str(version))}")
 
-    def roll_back(self, model: str, version: str | int, timeout_seconds: float = _DAY_SECONDS) -> int:
+    def roll_back(
+        self,
+        model: str,
+        version: str | int,
+        timeout_seconds: float = _DAY_SECONDS,
+        *,
+        accept_any: bool = False,
+    ) -> int:
         """Make the rows of a kept version the newest version of a model.
 
-        Replicas of consumers that follow the newest version get them. A trainer that goes on from a later version
-        is refused: restart it from that version, see `deltasync.trainer.load_export`.
+        Replicas of consumers that follow the newest version get them. Until the next version, trainers are refused
+        unless they go on from that version or an earlier one: see `deltasync.trainer.load_export`.
 
         Args:
             model: the model.
             version: the name or number of a kept version.
             timeout_seconds: maximum duration.
+            accept_any: also admit trainers without a DeltaSync state, which publish all their rows.
 
         Returns:
             The number of the new version.
@@ -358,7 +366,7 @@ class Admin:
             Contradiction: the version belongs to a past that the model has discarded, for example after a restore.
             StorageFailed: the version cannot be read, or there is no room.
         """
-        body = {"version": str(version)}
+        body = {"version": str(version), "accept_any": accept_any}
         return int(self._object("POST", f"{_model(model)}/rollback", body, timeout_seconds)["version"])
 
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:

@@ -25,6 +25,8 @@ class PublisherOptions:
         world_size: number of ranks.
         continues: the position of this run's rows, from the checkpoint that it loaded.
         takes_deletes: whether this rank deletes rows on request (`Publisher.deletes`).
+        start_over: whether the rows of this run are good although `continues` is not set. After a rollback the
+            service admits no other run that does not continue from its version or an earlier one.
     """
 
     service: Endpoint | str
@@ -35,6 +37,7 @@ class PublisherOptions:
     world_size: int = 1
     continues: Position = field(default_factory=Position)
     takes_deletes: bool = False
+    start_over: bool = False
 
     def __post_init__(self) -> None:
         check_type("PublisherOptions(...)", "continues", self.continues, Position)

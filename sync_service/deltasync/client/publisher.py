@@ -337,6 +337,7 @@ class Publisher:
             continues=position_to_message(self._continues),
             takes_deletes=options.takes_deletes,
             takes_changes=True,
+            start_over=options.start_over,
             process=this_process(),
         )
 

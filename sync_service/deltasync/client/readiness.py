@@ -34,10 +34,14 @@ class Readiness:
         replica: str,
         on_change: Callable[[Decision], None] | None,
         clock: Callable[[], int],
+        *,
+        patience_seconds: float = 5.0,
     ) -> None:
+        """Start the reporting thread. `close` waits at most `patience_seconds` for `on_change`."""
         self._replica = replica
         self._on_change = on_change
         self._clock = clock
+        self._patience_seconds = patience_seconds
         self._evidence = Evidence(started_ns=clock())
         self._changed = threading.Condition()
         self._untold = deque[Decision](maxlen=_MOST_UNTOLD)
@@ -76,12 +80,15 @@ class Readiness:
         self._learn(lambda evidence: replace(evidence, ended=evidence.ended or why))
 
     def close(self) -> None:
-        """Report the last change and end the thread. Call `end` before."""
+        """Report the last change and end the thread, unless a callback does not return. Call `end` before."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(self._patience_seconds)
+            if self._thread.is_alive():
+                text = "replica %s: on_readiness has not returned for %g s; the replica is closed without it"
+                logger.warning(text, self._replica, self._patience_seconds)
 
     def _learn(self, learnt: "Callable[[Evidence], Evidence]") -> None:
         with self._changed:

@@ -26,6 +26,7 @@ from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
 from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.local import LocalTarget
 from deltasync.client.targets.target import (
     GradualTarget,
     PartialTarget,
@@ -87,6 +88,8 @@ class Subscriber:
         self._target = target
         self.held = options.held
         self.version = options.held
+        if options.held.number and isinstance(target, LocalTarget):
+            target.begin_at(options.held)
         self._told_version = Position()  # With its seal. `options.held` may be a release's position instead.
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex

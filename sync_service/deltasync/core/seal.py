@@ -47,6 +47,12 @@ class Seal:
         return rolled_back_to(self.run)
 
     @property
+    def accepts_any(self) -> bool:
+        """Whether the operator who rolled back admits runs that do not say which version they build on."""
+        match = _ROLLBACK.fullmatch(self.run)
+        return bool(match and match[2])
+
+    @property
     def at_once(self) -> bool:
         """Whether replicas must get all its rows in one release, because its rows match only each other."""
         return self.resync or self.rolls_back_to is not None
@@ -58,12 +64,12 @@ class Seal:
         return replace(self, checksum=_checksum(text))
 
 
-_ROLLBACK = re.compile(r"rollback-to-([0-9]+)-[0-9a-f]{8}", re.ASCII)
+_ROLLBACK = re.compile(r"rollback-to-([0-9]+)(-any)?-[0-9a-f]{8}", re.ASCII)
 
 
-def rollback_run_id(version: int) -> str:
-    """A new id for the run of a rollback of a model to a version."""
-    return f"rollback-to-{version}-{uuid.uuid4().hex[:8]}"
+def rollback_run_id(version: int, *, accept_any: bool = False) -> str:
+    """A new id for the run of a rollback of a model to a version; see `Seal.accepts_any`."""
+    return f"rollback-to-{version}{'-any' * accept_any}-{uuid.uuid4().hex[:8]}"
 
 
 def rolled_back_to(run: str) -> int | None:

@@ -103,6 +103,8 @@ class TableSpec:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, np.dtype):
+            object.__setattr__(self, "dtype", self._dtype())
         if not 1 <= len(self.name) <= MAX_NAME:
             raise InvalidInput(f"table name {self.name!r}: use 1 to {MAX_NAME} characters")
         if not all(map(is_text, self.names)):
@@ -112,6 +114,17 @@ class TableSpec:
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         self._check_values()
+
+    def _dtype(self) -> np.dtype[np.generic]:
+        """The type that a caller named otherwise, such as np.float16 or "float16"."""
+        try:
+            if self.dtype is not None:
+                return np.dtype(self.dtype)
+        except TypeError:
+            pass
+        raise InvalidInput(
+            f"table {self.name!r}: dtype {self.dtype!r}, expected a type of NumPy, such as np.float16"
+        )
 
     def _check_values(self) -> None:
         if not 1 <= self.dim <= MAX_DIM:

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deltasync.base.decision import Decision
+from deltasync.base.errors import Contradiction, DeltasyncError, RunRefused, ServiceUnavailable
 from deltasync.base.words import counted, utc
 from deltasync.core.position import Position, first_run_id
 from deltasync.core.seal import Seal, SealHistory, rolled_back_to
@@ -45,20 +46,57 @@ class Continuation(Decision):
 
 @dataclass(frozen=True)
 class Admission(Decision):
-    """Whether a run is admitted, and why; `later` means that a later attempt may succeed."""
+    """Whether a run is admitted, and why.
 
-    later: bool = False
+    `error` is the error that a refused run gets: `RunRefused` ends it, the others may pass.
+    """
+
+    error: type[DeltasyncError] = RunRefused
 
 
-def may_go_on(run: Run, claim: Position, seals: SealHistory) -> Decision:
-    """Whether a run may go on from the position that it claims: not from one that was rolled back since."""
-    known = claim.seal and seals.checksum_of(claim.number) == claim.seal
-    rollback = seals.rolled_back_by(claim.number) if known else None
-    if rollback is None or rollback.rolls_back_to is None:
-        return Decision(True, "no rollback discarded this version")
-    version = rollback.rolls_back_to
-    text = f"run {run.id} goes on from version {claim.number}, but {_rolled_back(version)}"
-    return Decision(False, f"{text}: {_restart_from(run.id, version)}")
+def may_go_on(
+    run: Run, claim: Position, history: str, seals: SealHistory, *, start_over: bool = False
+) -> Admission:
+    """Whether a run may go on from the position that it claims: not from one that was rolled back since.
+
+    While a rollback is the newest version, its rows may be undone only on purpose. A run must then claim a version
+    on which the rollback builds, or a person must vouch for the run's rows: its own options (`start_over`) or the
+    operator who rolled back.
+
+    Args:
+        run: the run that asks.
+        claim: the position whose rows it has.
+        history: the service's history.
+        seals: the seals of the model.
+        start_over: whether the run says that its rows are good although it claims no version.
+    """
+    claims = _is_in(history, claim, seals)
+    discarded_by = seals.rolled_back_by(claim.number) if claims else None
+    if discarded_by and (version := discarded_by.rolls_back_to) is not None:
+        text = f"run {run.id} goes on from version {claim.number}, but {_rolled_back(version)}"
+        return Admission(False, f"{text}: {_restart_from(run.id, version)}")
+    if claims or start_over or seals.newest is None or seals.newest.accepts_any:
+        return Admission(True, "no rollback discarded this version")
+    if (version := seals.newest.rolls_back_to) is None:
+        return Admission(True, "no rollback is the newest version")
+    has = (
+        f"version {claim.number} of another history"
+        if claim.number
+        else "no version, as without a DeltaSync state"
+    )
+    return Admission(
+        False,
+        f"run {run.id} goes on from {has}, but {_rolled_back(version)}: {_restart_from(run.id, version)} with its "
+        "DeltaSync state. If its rows are good, set SyncOptions(start_over=True), or roll back again with "
+        f"deltasync models rollback NAME --version {version} --accept-any",
+    )
+
+
+def _is_in(history: str, claim: Position, seals: SealHistory) -> bool:
+    """Whether a claim is a version of this history, as far as its seal or else the history's name proves it."""
+    seal = seals.checksum_of(claim.number)
+    same = claim.seal == seal if claim.seal and seal else claim.history == history
+    return same and 0 < claim.number <= seals.newest_version
 
 
 def _rolled_back(version: int) -> str:
@@ -113,14 +151,14 @@ def may_publish(
     if _ahead(run, now_unix_ns):
         seconds = (run.started_unix_ns - now_unix_ns) // 10**9
         text = f"run {run.id} began {seconds} s ahead of the service's clock: synchronise the clocks"
-        return Admission(False, f"{text} ({run}; the service's time is {utc(now_unix_ns)})")
+        return Admission(False, f"{text} ({run}; the service's time is {utc(now_unix_ns)})", Contradiction)
     if current is None:
         return Admission(True, f"run {run.id} is the first to publish")
     both, later = f"({run}; {current})", run.started_unix_ns > current.started_unix_ns
     if _was_there(run, current, earlier) and (version := rolled_back_to(current.id)) is not None:
         if rolling_back:
             text = f"the model is being rolled back to version {version}; run {run.id} goes on only if that fails"
-            return Admission(False, text, later=True)
+            return Admission(False, text, ServiceUnavailable)
         return Admission(False, f"{_rolled_back(version)}: {_restart_from(run.id, version)}")
     if _was_there(run, current, earlier):
         was = "published" if later else "began"  # By the clocks of their machines.
@@ -144,11 +182,12 @@ def _follow_gone(run: Run, current: Run, gone_seconds: float | None, both: str) 
     """Whether a run may follow one that began later by the clocks of their machines."""
     if gone_seconds is None:
         text = f"run {run.id} began before run {current.id}, which has taken over: stop run {run.id}"
-        return Admission(False, f"{text}; if it began later, synchronise the clocks of their machines {both}")
+        text = f"{text}; if it began later, synchronise the clocks of their machines {both}"
+        return Admission(False, text, Contradiction)  # Until the other run ends.
     if gone_seconds < GONE_SECONDS:
         text = f"run {run.id} may follow run {current.id}, which began later by the clocks of their machines, once"
         gone = f"its ranks have been gone for {GONE_SECONDS:.0f} s, so far {gone_seconds:.0f} s"
-        return Admission(False, f"{text} {gone} {both}", later=True)
+        return Admission(False, f"{text} {gone} {both}", ServiceUnavailable)
     text = f"run {run.id} follows run {current.id}, whose ranks have been gone for {gone_seconds:.0f} s"
     return Admission(True, f"{text}, although it began earlier by the clocks of their machines {both}")
 

@@ -13,12 +13,18 @@ from typing import Protocol
 from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
-from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, ServiceUnavailable, Superseded
+from deltasync.base.errors import (
+    Contradiction,
+    DeltasyncError,
+    NotPermitted,
+    ServiceUnavailable,
+    Superseded,
+)
 from deltasync.base.events import EventKind, error_text
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import DIGEST_TYPE, TableSpec
-from deltasync.cuts.admission import Run, may_join, may_publish
+from deltasync.cuts.admission import Run, may_go_on, may_join, may_publish
 from deltasync.cuts.announced_tables import AnnouncedTables
 from deltasync.cuts.cut import Cut
 from deltasync.cuts.sealing import CutSealer
@@ -66,22 +72,30 @@ class CutCoordinator:
         self._forsaken_at: float | None = None
         self._sealing: asyncio.Task[None] | None = None
 
-    async def admit(self, run: Run, specs: list[TableSpec]) -> None:
+    async def admit(self, run: Run, specs: list[TableSpec], claim: Position, *, start_over: bool = False) -> None:
         """Admit a run, which may take over from another. Its tables are created with its first cut.
+
+        Args:
+            run: the run.
+            specs: its tables.
+            claim: the position whose rows it has.
+            start_over: see `may_go_on`.
 
         Raises:
             NotPermitted: the run belongs to another identity.
-            Contradiction: the run, its size or a table differs from the service's or from that of its other ranks;
-                or the log has no room for all rows of a new model.
+            RunRefused: the run is over, goes on from a version that was rolled back, or has another size or other
+                tables than the service or its other ranks.
+            Contradiction: the clocks contradict the order of the runs, or the log has no room for all rows of a
+                new model.
             LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """
-        self._check(run)
+        self._check(run, claim, start_over)
         self._check_first_cut(specs)
         await self.sealer.guard.learn(self.model, specs)
         await self.announced.look_for_room(specs)
         tables = self.announced.check(run, specs)
-        self._take_over(run)
+        self._take_over(run, self._check(run, claim, start_over))  # Again: a rollback may have ended meanwhile.
         self.announced.add(run, tables)
 
     def cut_of(self, run: Run, step: int) -> "OpenCut":
@@ -234,8 +248,11 @@ class CutCoordinator:
         if self._refusal:
             raise self._refusal()
 
-    def _check(self, run: Run) -> Decision:
+    def _check(self, run: Run, claim: Position, start_over: bool) -> Decision:
         self._check_there()
+        goes_on = may_go_on(run, claim, self.model.history, self.model.seals, start_over=start_over)
+        if not goes_on.yes:
+            raise goes_on.error(goes_on.reason)
         joins = may_join(run, self.run)
         if not joins.yes:
             raise NotPermitted(joins.reason)
@@ -246,10 +263,9 @@ class CutCoordinator:
         )
         if decision.yes:
             return decision
-        error = ServiceUnavailable if decision.later else Contradiction
         if self.run is None or run.id == self.run.id:
-            raise error(decision.reason)
-        raise error("another run publishes this model", detail=f": {decision.reason}")
+            raise decision.error(decision.reason)
+        raise decision.error("another run publishes this model", detail=f": {decision.reason}")
 
     @property
     def _gone_seconds(self) -> float | None:
@@ -259,8 +275,7 @@ class CutCoordinator:
             return None
         return (steady_ns() - max([self._began_ns, *(session.since_ns for session in sessions)])) / 1e9
 
-    def _take_over(self, run: Run) -> None:
-        decision = self._check(run)
+    def _take_over(self, run: Run, decision: Decision) -> None:
         if self.run is None or run.id != self.run.id:
             if self.run:
                 self._earlier.append(self.run.id)

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired
+from deltasync.base.errors import InvalidInput, ResyncRequired, RunRefused
 from deltasync.base.words import counted
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.seal import newest_event_time
@@ -300,11 +300,11 @@ class Cut:
         table if a part has missing rows.
 
         Raises:
-            Contradiction: some values of a table belong to no rank's shard.
+            RunRefused: some values of a table belong to no rank's shard.
         """
         for name, lack in self._gaps(self.unpublished).items():
             if lack:
-                raise Contradiction(
+                raise RunRefused(
                     f"table {name!r}: {lack} are in no rank's shard: publish the whole table, or use another model"
                 )
 

@@ -15,7 +15,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import Seal, check_event_time, rolled_back_to
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts.admission import Continuation, Run, continues, may_go_on
+from deltasync.cuts.admission import Continuation, Run, continues
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
 from deltasync.cuts.cut import ChangedRows, Cut, MissingRows, RankPart
 from deltasync.log.log_store import LogFull, WriteQueue
@@ -119,18 +119,15 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     """Admit a rank. It replaces an older stream of the same rank, or an older run.
 
     Raises:
-        Contradiction: the run, its size or a table differs from the service's; or it goes on from a version that
-            was rolled back.
+        Contradiction: see `CutCoordinator.admit`.
         LimitReached: the limits do not allow its tables.
         StorageFailed: there is no room for a table.
         ServiceUnavailable: a version is only partly applied to the model's tables.
     """
     loop = asyncio.get_running_loop()
     layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
-    goes_on = may_go_on(opening.run, position_from_message(opening.message.continues), coordinator.model.seals)
-    if not goes_on.yes:
-        raise Contradiction(goes_on.reason)
-    await coordinator.admit(opening.run, opening.tables)
+    claim, start_over = position_from_message(opening.message.continues), opening.message.start_over
+    await coordinator.admit(opening.run, opening.tables, claim, start_over=start_over)
     session = PublishSession(coordinator, opening, layout)
     coordinator.sessions[session.rank] = session
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
+from deltasync.base.errors import RunRefused, ServiceUnavailable, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable
@@ -339,7 +339,7 @@ def changes(
         later_run: whether the run is not the one that published last; the same for all ranks of a run.
 
     Raises:
-        Contradiction: a table has fewer rows than before, or differs in another way.
+        RunRefused: a table has fewer rows than before, or differs in another way.
     """
     for table in announced:
         if table.name not in before:
@@ -352,7 +352,7 @@ def _check_names(model: str, before: Mapping[str, TableSpec], announced: TableSp
     """Check that no other table has a name of the new one, which happens if weights were tied differently."""
     for table in before.values():
         if both := sorted({*table.names} & {*announced.names}):
-            raise Contradiction(
+            raise RunRefused(
                 f"table {announced.name!r} of the run is tied to {', '.join(announced.aliases) or 'nothing'}, but "
                 f"model {model!r} has {both[0]!r} in table {table.name!r}: delete that table first (deltasync "
                 "tables delete)"
@@ -365,7 +365,7 @@ def _resulting(model: str, before: TableSpec | None, announced: TableSpec, *, la
         return announced
     if later_run and before.rows < announced.rows and announced == replace(before, rows=announced.rows):
         return announced
-    raise Contradiction(
+    raise RunRefused(
         f"table {announced.name!r} of model {model!r} is {_words(before, announced)}, the run has "
         f"{_words(announced, before)}: a later run may only add rows to a table; publish it under another model "
         "(SyncOptions(model=...), --model NAME) or another table name"

@@ -33,7 +33,9 @@ from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 _CHUNK_BYTES = MAX_CHUNK_BYTES // 2
 
 
-async def roll_back(models: Models, name: str, version: str, events: Events, by: str) -> Position:
+async def roll_back(
+    models: Models, name: str, version: str, events: Events, by: str, *, accept_any: bool = False
+) -> Position:
     """Publish the rows of a kept version again, as the newest version of its model.
 
     The service does this like a trainer with one rank: it takes the model over from the running one, and publishes
@@ -41,6 +43,14 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     follow the newest version get all of them in one release. It needs memory for one more copy of the tables until
     the cut is sealed. If it fails, the model is as before, and the trainer may go on. Once the tables are loaded,
     it continues even if the caller is cancelled. Rollbacks of a model run one by one.
+
+    Args:
+        models: the models of the service.
+        name: the model.
+        version: name or number of the kept version.
+        events: receives the event.
+        by: who rolls back.
+        accept_any: see `Seal.accepts_any`.
 
     Returns:
         The position of the new version.
@@ -57,8 +67,9 @@ async def roll_back(models: Models, name: str, version: str, events: Events, by:
     kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), name, version)
     check_past(kept, model.seals)
     tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
+    run = rollback_run_id(kept.version, accept_any=accept_any)
     # A cut that is being sealed cannot be cancelled, and only its end shows which run may publish.
-    return await asyncio.shield(asyncio.create_task(_roll_back(model, coordinator, kept, tables, events, by)))
+    return await asyncio.shield(asyncio.create_task(_roll_back(model, coordinator, kept, tables, events, by, run)))
 
 
 async def _roll_back(
@@ -68,9 +79,10 @@ async def _roll_back(
     tables: Mapping[TableKey, StampedTable],
     events: Events,
     by: str,
+    run: str,
 ) -> Position:
     async with coordinator.rolling_back:
-        position, rows = await _publish(model, coordinator, kept, tables, by)
+        position, rows = await _publish(model, coordinator, kept, tables, by, run)
     text = f"to {kept.words}: {counted(rows, 'row')} changed"
     events.emit(EventKind.MODEL_ROLLED_BACK, text, model=model.name, version=position.number, by=by)
     return position
@@ -82,6 +94,7 @@ async def _publish(
     kept: KeptVersion,
     tables: Mapping[TableKey, StampedTable],
     by: str,
+    run_id: str,
 ) -> tuple[Position, int]:
     """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
     step, before = kept.seal.step, coordinator.run
@@ -89,7 +102,7 @@ async def _publish(
     # Its run began after the present one, by whatever clock. But no run may begin far ahead of this clock.
     now = time.time_ns()
     started = max(now, min(before.started_unix_ns + 1, now + MAX_AHEAD_NS) if before else 0)
-    run = Run(rollback_run_id(kept.version), started, 1, f"rollback by {by}")
+    run = Run(run_id, started, 1, f"rollback by {by}")
     session, claim, rows = None, model.position, 0
     try:
         session = await _open(coordinator, run, specs, claim)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.fleet import ITEM, USER, Trainer, follow, held, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 
-from deltasync.base.errors import Contradiction, NotFound
+from deltasync.base.errors import NotFound, RunRefused
 from deltasync.client import Admin, Endpoint, KeyedTarget, NumpyTarget, TableKind, TableSpec
 from deltasync.core.policy import Policy
 
@@ -56,7 +56,7 @@ def test_all_live_fleets_follow_a_rollback_and_the_trainer_is_refused(
         for name, target in targets.items():
             at(service, name, newest)
             assert held(target) == good, name
-        with pytest.raises(Contradiction, match="rolled back to version 2: restart the trainer of run r from"):
+        with pytest.raises(RunRefused, match="rolled back to version 2: restart the trainer of run r from"):
             trainer.change(1)
     (cut,) = service.get_json("/versions?last=1")
     differing = 1 + 30 + 30 + 2  # At most.
@@ -83,9 +83,16 @@ def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tm
             trainer = Trainer(service.grpc, run="r", started=1, continues=later)
             with (
                 trainer,
-                pytest.raises(Contradiction, match=f"version {later.number}, but the model was rolled back"),
+                pytest.raises(RunRefused, match=f"version {later.number}, but the model was rolled back"),
             ):
                 trainer.change(1)
+            with (
+                Trainer(service.grpc, run="reloaded", started=time.time_ns()) as trainer,
+                pytest.raises(
+                    RunRefused, match="no version, as without a DeltaSync state, but the model was rolled"
+                ),
+            ):
+                trainer.publish_all()
             trainer = Trainer(service.grpc, run="second", started=time.time_ns(), continues=kept)
             trainer.rows = rows
             with trainer:
@@ -94,6 +101,37 @@ def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tm
                 assert held(target) == trainer.expected()
                 joined = [each for each in service.get_json("/events") if each["event"] == "rank_joined"]
                 assert f"the run holds version {newest}, the newest one" in joined[-1]["text"]
+
+
+def test_a_run_without_a_state_follows_a_rollback_only_if_a_person_vouches_for_its_rows(
+    service: RunningService, admin: Admin
+) -> None:
+    def begun(run: str, *, start_over: bool = False) -> Trainer:
+        return Trainer(service.grpc, run=run, started=time.time_ns(), seed=7, start_over=start_over)
+
+    target = NumpyTarget()
+    with follow(service, "predictors", "a", target):
+        with Trainer(service.grpc) as trainer:
+            trainer.publish_all()
+            admin.keep_version("clicks", "good")
+            trainer.change(30)
+        newest = admin.roll_back("clicks", "good")
+        at(service, "predictors", newest)
+        good = held(target)
+        for _ in range(2):
+            with begun("reloaded") as trainer, pytest.raises(RunRefused, match=r"start_over=True.* --accept-any"):
+                trainer.publish_all()
+        assert service.get_json("/models")[0]["head"] == newest
+        assert held(target) == good
+        with begun("vouched", start_over=True) as trainer:
+            at(service, "predictors", trainer.publish_all().number)
+            assert held(target) == trainer.expected()
+        with begun("later") as trainer:  # A version follows the rollback, so this is a restart like any other.
+            trainer.publish_all()
+        assert admin.roll_back("clicks", "good", accept_any=True) == newest + 3
+        with begun("admitted") as trainer:
+            at(service, "predictors", trainer.publish_all().number)
+            assert held(target) == trainer.expected()
 
 
 def test_maps_and_dense_tensors_go_back_with_the_rows(service: RunningService, admin: Admin) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from deltasync.base.errors import InvalidInput, NotFound, ServiceUnavailable
 from deltasync.client import Admin, CallbackTarget, Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions
+from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
@@ -48,6 +49,29 @@ def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
         assert_equal(target, model)
         before = sync.flush()
         assert sync.flush() == before, "nothing changed, nothing is published"
+
+
+def test_two_of_them_publish_parts_of_one_module_as_two_models(service: ServiceProcess) -> None:
+    Admin(Endpoint(service.http, ADMIN_TOKEN)).create_consumer("rankers", "ranking", Policy())
+    module, targets = nn.ModuleDict({"retrieval": linear(), "ranking": linear()}), [NumpyTarget(), NumpyTarget()]
+    followed = [SubscriberOptions(service=service.grpc, consumer=name) for name in ("predictors", "rankers")]
+    retrieval = SyncOptions(service=service.grpc, model="clicks", publish_every=1, fqns_to_skip=["ranking"])
+    ranking = SyncOptions(service=service.grpc, model="ranking", publish_every=2, fqns_to_skip=["retrieval"])
+    with (
+        DeltaSync(module, retrieval) as first,
+        DeltaSync(module, ranking) as second,
+        Subscriber(followed[0], targets[0]) as predictor,
+        Subscriber(followed[1], targets[1]) as ranker,
+    ):
+        for _ in range(3):
+            change(module)
+            first.step()
+            second.step()
+        predictor.wait_for(first.flush(), 30)
+        ranker.wait_for(second.flush(), 30)
+        for target, name in zip(targets, ("retrieval", "ranking"), strict=True):
+            assert {each.partition(".")[0] for each in target.tables} == {name}
+            assert_equal(target, nn.ModuleDict({name: module[name]}))
 
 
 class Arrival:

@@ -101,7 +101,7 @@ def _roll_guest_back(world: World, fault: Fault) -> Sequence[str]:
         world.call(lambda admin: admin.roll_back(guest.name, "one", 30.0))
         guest.expect_run(1, a=ROWS)
         world.crew.kill([SERVICE])
-        guest.publish(a=ROWS // 2)
+        guest.publish(a=ROWS // 2, start_over=True)
         guest.expect()
     return everywhere(world)
 

@@ -246,6 +246,22 @@ def test_a_change_that_is_over_by_then_is_told_too() -> None:
     readiness.close()
 
 
+def test_a_close_does_not_wait_for_a_callback_that_does_not_return(caplog: pytest.LogCaptureFixture) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(_: Decision) -> None:
+        begun.set()
+        go_on.wait()
+
+    readiness = Readiness("a", hang, Clock(), patience_seconds=0.01)
+    readiness.holds(100 * SECOND)
+    assert begun.wait(WAIT)
+    readiness.end("done")
+    readiness.close()
+    assert "replica a: on_readiness has not returned for 0.01 s; the replica is closed without it" in caplog.text
+    go_on.set()
+
+
 @pytest.mark.parametrize("later", [False, True], ids=["limited", "limited later"])
 def test_the_end_of_the_limit_is_told_though_nothing_comes(later: bool) -> None:
     """By the real clock: nobody wakes the thread but a limit that comes while it waits."""

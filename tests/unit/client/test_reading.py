@@ -23,7 +23,17 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.inference.modules import quantize_embeddings
 
 from deltasync.base.errors import Contradiction, InvalidInput
-from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec, TornTarget
+from deltasync.client import (
+    NumpyTarget,
+    Position,
+    Release,
+    RowBatch,
+    Subscriber,
+    SubscriberOptions,
+    TableKind,
+    TableSpec,
+    TornTarget,
+)
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reading, Reads
 from deltasync.client.targets.torch_target import TorchTarget, copy_of
@@ -96,12 +106,26 @@ def target(request: pytest.FixtureRequest) -> AnyTarget:
     return target_of(*request.param)
 
 
+@pytest.mark.parametrize("reads", WAYS)
+def test_a_module_cannot_be_read_before_its_first_release_unless_its_weights_are_of_a_position(
+    reads: Reads,
+) -> None:
+    target, position = target_of("torch", reads), Position("h", 10)
+    with pytest.raises(TornTarget, match="no release has arrived yet, so the module has the weights"):
+        read(target)
+    options = SubscriberOptions(service="localhost:1", consumer="predictors", held=position)
+    with Subscriber(options, target), target.reading() as reading:
+        assert (reading.position, reading.version) == (position, 0)
+    target.apply(release_of(1, resync=False))
+    assert read(target) == (1, {1})
+
+
 def test_a_reading_says_what_the_release_said_and_nothing_before_any(target: AnyTarget) -> None:
-    with target.reading() as reading:
-        assert isinstance(reading, Reading)
-        assert (reading.position, reading.version) == (Position(), 0)
-        assert (reading.step, reading.step_end_unix_ns, reading.event_time_unix_ns) == (None, None, None)
-        assert reading.kept == target.newest().kept == ""
+    reading = target.newest()
+    assert isinstance(reading, Reading)
+    assert (reading.position, reading.version) == (Position(), 0)
+    assert (reading.step, reading.step_end_unix_ns, reading.event_time_unix_ns) == (None, None, None)
+    assert reading.kept == ""
     assert (target.position, target.event_time_unix_ns) == (Position(), None)
     target.apply(release_of(1))
     target.apply(release_of(2))

@@ -1,15 +1,20 @@
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from deltasync.base.errors import Contradiction
+from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.client.targets.target import ReadableTarget
 from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.table_form import Mode, TableForm
+from deltasync.core.value_types import ValueType
+from deltasync.wire.messages import table_from_message, table_to_message
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)
 HALF = TableSpec("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
@@ -104,3 +109,68 @@ def test_what_is_read_of_no_target_is_no_checksum() -> None:
     assert isinstance(KeyedTarget(), ReadableTarget)
     assert isinstance(TorchTarget(Bags()), ReadableTarget)
     assert not isinstance(CallbackTarget(print), ReadableTarget)
+
+
+@pytest.mark.parametrize("target", [NumpyTarget(), KeyedTarget()], ids=["numpy", "keyed"])
+@pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
+def test_rows_for_a_quantised_module_are_refused_where_they_would_be_bytes(
+    target: NumpyTarget | KeyedTarget, value_type: ValueType
+) -> None:
+    form = TableForm(TableSpec("user", 3, 8), value_type, Mode.EMBEDDINGS)
+    rows = RowBatch.of_table(form.replica_spec, np.arange(3), form.encode(np.ones((3, 8), np.float32)))
+    with pytest.raises(Contradiction, match=f"rows are sent as {value_type.value}, the bytes of a module"):
+        target.apply(Release(Position("h", 1), 1, 0, True, [form.replica_spec], [rows], version=1))
+    assert target.position == Position()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, "float16", "<f2", np.dtype(np.float16)])
+def test_a_table_takes_every_name_of_its_type(dtype: Any) -> None:
+    assert TableSpec("user", 5, 2, dtype).dtype == np.dtype("<f2")
+    assert table_from_message(table_to_message(TableSpec("user", 5, 2, dtype))) == TableSpec("user", 5, 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "half precision", np.float64, ">f4", torch.float16])
+def test_a_table_refuses_other_types_at_once(dtype: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"table 'user': .*expected"):
+        TableSpec("user", 5, 2, dtype)
+
+
+FREEZES: dict[str, Callable[[], Any]] = {
+    "a module compiled with it": lambda: compiled(freezing=True),
+    "one that compiles itself with it": lambda: compiled_in_place(Bags()),
+    "a part of a module": lambda: nn.ModuleDict({"in": compiled(freezing=True)}),
+}
+
+
+def compiled(*, freezing: bool) -> Any:
+    return torch.compile(Bags(), options={"freezing": freezing})
+
+
+def compiled_in_place(module: nn.Module) -> Any:
+    module.compile(options={"freezing": True})
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("made", FREEZES.values(), ids=FREEZES.keys())
+def test_a_module_whose_weights_the_compiler_freezes_is_refused(made: Callable[[], Any]) -> None:
+    target = TorchTarget(made())
+    with pytest.raises(Contradiction, match="is compiled with the option freezing: the compiler writes values"):
+        target.apply(release_of(1, (USER, [1], 2.0), resync=True))
+
+
+def test_no_module_is_served_while_freezing_is_on_for_all() -> None:
+    target, release = TorchTarget(Bags()), release_of(1, (USER, [1], 2.0), resync=True)
+    with (
+        torch._inductor.config.patch(freezing=True),
+        pytest.raises(Contradiction, match=r"torch._inductor.config.freezing is on: the compiler writes values"),
+    ):
+        target.apply(release)
+    target.apply(release)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_module_compiled_without_freezing_is_written() -> None:
+    target = TorchTarget(compiled(freezing=False))
+    target.apply(release_of(1, (USER, [1], 2.0), resync=True))
+    assert rows_of(target)[0] == [0, 2, 0, 0, 0]

@@ -23,6 +23,7 @@ def seal(version: int, to: int) -> Seal:
 def test_ids_of_rollbacks_name_the_version_and_differ() -> None:
     assert rolled_back_to(rollback_run_id(12)) == 12
     assert rollback_run_id(12) != rollback_run_id(12)
+    assert rolled_back_to(rollback_run_id(12, accept_any=True)) == 12
     for run in ("r", "rollback", "rollback-to-12", "rollback-to-x-12345678", "rollback-to-12-123456789"):
         assert rolled_back_to(run) is None
 

@@ -8,10 +8,10 @@ from tests.support.local_service import join, opened, publish, send
 from tests.support.seals import sealed
 from tests.support.wire import WHOLE, full_part, random_rows
 
-from deltasync.base.errors import Contradiction, ServiceUnavailable
+from deltasync.base.errors import Contradiction, DeltasyncError, RunRefused, ServiceUnavailable
 from deltasync.core.position import Position
-from deltasync.core.seal import Seal
-from deltasync.cuts.admission import MAX_AHEAD_NS, Run, continues, may_publish
+from deltasync.core.seal import Seal, SealHistory, rollback_run_id
+from deltasync.cuts.admission import MAX_AHEAD_NS, Run, continues, may_go_on, may_publish
 
 HEAD = sealed(5, run="b")
 NOW = 10**18
@@ -47,20 +47,20 @@ def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) ->
 
 
 @pytest.mark.parametrize(
-    ("gone", "earlier", "yes", "later", "said"),
+    ("gone", "earlier", "error", "said"),
     [
-        (None, (), False, False, "run b began before run a, which has taken over: stop run b"),
-        (59.0, (), False, True, "once its ranks have been gone for 60 s, so far 59 s"),
-        (60.0, (), True, False, "run b follows run a, whose ranks have been gone for 60 s"),
-        (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop run b ("),
+        (None, (), Contradiction, "run b began before run a, which has taken over: stop run b"),
+        (59.0, (), ServiceUnavailable, "once its ranks have been gone for 60 s, so far 59 s"),
+        (60.0, (), None, "run b follows run a, whose ranks have been gone for 60 s"),
+        (60.0, ("b",), RunRefused, "run b began before run a, which has taken over: stop run b ("),
     ],
 )
 def test_a_run_whose_clock_is_an_hour_behind_follows_one_that_is_gone(
-    gone: float | None, earlier: tuple[str, ...], yes: bool, later: bool, said: str
+    gone: float | None, earlier: tuple[str, ...], error: type[DeltasyncError] | None, said: str
 ) -> None:
     hour = 3600 * 10**9
     decision = may_publish(Run("b", NOW - hour, 1), Run("a", NOW, 1), NOW, gone_seconds=gone, earlier=earlier)
-    assert (decision.yes, decision.later) == (yes, later)
+    assert (None if decision.yes else decision.error) is error
     assert said in decision.reason
 
 
@@ -85,7 +85,7 @@ def test_a_trainer_that_was_taken_over_stays_out_whatever_runs_it_begins(
     run: Run, current: Run, earlier: list[str], yes: bool
 ) -> None:
     decision = may_publish(run, current, NOW, gone_seconds=1e9, earlier=earlier)
-    assert (decision.yes, decision.later) == (yes, False)
+    assert (decision.yes, decision.error) == (yes, RunRefused)
     assert yes or "which has taken over: stop run" in decision.reason
 
 
@@ -184,3 +184,54 @@ async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_
         await join(service, run="here", started=2 * HOUR)
         with pytest.raises(Contradiction, match="run behind began before run here"):
             await join(service, run="behind", started=HOUR)
+
+
+ROLLED_BACK = [sealed(1), sealed(2), sealed(3), sealed(4, run=rollback_run_id(2))]
+BY_ANY = [sealed(1), sealed(2), sealed(3, run=rollback_run_id(1, accept_any=True))]
+GOES_ON = [*ROLLED_BACK, sealed(5, run="good")]
+
+
+@pytest.mark.parametrize(
+    ("seals", "claim", "start_over", "refused"),
+    [
+        (ROLLED_BACK, Position("h", 4), False, ""),
+        (ROLLED_BACK, Position("h", 2), False, ""),
+        (ROLLED_BACK, Position("h", 1), False, ""),
+        (
+            ROLLED_BACK,
+            Position("h", 3),
+            False,
+            "goes on from version 3, but the model was rolled back to version 2",
+        ),
+        (
+            ROLLED_BACK,
+            Position("h", 3),
+            True,
+            "goes on from version 3, but the model was rolled back to version 2",
+        ),
+        (
+            ROLLED_BACK,
+            Position(),
+            False,
+            "no version, as without a DeltaSync state, but the model was rolled back",
+        ),
+        (ROLLED_BACK, Position("other", 1), False, "version 1 of another history, but the model was rolled back"),
+        (ROLLED_BACK, Position("h", 5), False, "SyncOptions(start_over=True)"),
+        (ROLLED_BACK, Position(), False, "deltasync models rollback NAME --version 2 --accept-any"),
+        (ROLLED_BACK, Position(), True, ""),
+        (BY_ANY, Position(), False, ""),
+        (BY_ANY, Position("h", 2), False, "goes on from version 2, but the model was rolled back to version 1"),
+        (GOES_ON, Position(), False, ""),
+        (GOES_ON, Position("h", 3), False, "goes on from version 3, but the model was rolled back to version 2"),
+        ([*GOES_ON, sealed(6, run=rollback_run_id(5))], Position("h", 2), False, ""),
+        ([*GOES_ON, sealed(6, run=rollback_run_id(5))], Position(), False, "was rolled back to version 5"),
+        ([], Position(), False, ""),
+        (ROLLED_BACK[:3], Position(), False, ""),
+    ],
+)
+def test_after_a_rollback_only_runs_that_build_on_its_version_go_on(
+    seals: list[Seal], claim: Position, start_over: bool, refused: str
+) -> None:
+    decision = may_go_on(Run("b", 9, 1), claim, "h", SealHistory(seals), start_over=start_over)
+    assert (decision.yes, decision.error) == (not refused, RunRefused)
+    assert refused in decision.reason

@@ -55,7 +55,8 @@ class ThreadAgreement(agreement.Agreement):
         self.rank, self.world_size = self.of_thread.rank, RANKS
         self._together: Together = self.of_thread.together
 
-    def reach(self, **values: Any) -> agreement.Consensus:
+    def reach(self, count: int, **values: Any) -> agreement.Consensus:
+        assert self._together.every(self.rank, count) == [count] * RANKS
         every = self._together.every(self.rank, values)
         names = [name for name in values if name not in ("ready", "deletes")]
         return agreement.Consensus(

@@ -36,12 +36,14 @@ class TrainingRun:
         tables: Sequence[TableSpec],
         tracker: Tracker,
         agreement: Agreement,
+        *,
+        start_over: bool = False,
     ) -> None:
         self.publisher: Publisher | None = None
         self.position = Position()
         self.versions = PublishedVersions()
         self._service, self._model, self._tables = service, model, list(tables)
-        self._tracker, self._agreement = tracker, agreement
+        self._tracker, self._agreement, self._start_over = tracker, agreement, start_over
         self._announced = self._earlier_connections = 0
         self._first_id, self._started_unix_ns = "", 0
         self._later = -1  # How often the run has begun again.
@@ -107,6 +109,7 @@ class TrainingRun:
             world_size=self._agreement.world_size,
             continues=self.position,
             takes_deletes=True,
+            start_over=self._start_over,
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deltasync.base.arguments import check_type
-from deltasync.base.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, NotFound, ResyncRequired, RunRefused, ServiceUnavailable
 from deltasync.base.events import error_text
 from deltasync.base.waiting import backoff
 from deltasync.base.words import are
@@ -90,7 +90,14 @@ class DeltaSync:
         unranked = unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
         for sentence in (*wrongly_divided(model), *unranked) if first else ():
             logger.warning("%s", sentence)
-        self._run = TrainingRun(options.service, options.model, self._tables, self.tracker, self._agreement)
+        self._run = TrainingRun(
+            options.service,
+            options.model,
+            self._tables,
+            self.tracker,
+            self._agreement,
+            start_over=options.start_over,
+        )
         self._under_way: CutUnderWay | None = None
         self._requests = RowRequests()
         self._resync = True
@@ -147,9 +154,11 @@ class DeltaSync:
 
         Raises:
             InvalidInput: the event time is not a positive whole number.
+            RunRefused: the service refuses this run for good: the model was rolled back, another trainer has taken
+                over, or tables have another form than in the service. Raised on all ranks.
             DeltasyncError: publishing was refused or is impossible on some rank, and `on_refusal` is RAISE. With
-                CONTINUE, the error becomes `trouble` and a later step tries again. Also raised if another rank has
-                closed its DeltaSync.
+                CONTINUE, the error becomes `trouble` and a later step tries again. Also raised if another rank is
+                at another step, or has closed its DeltaSync.
             ServiceUnavailable: this is a forked process.
         """
         self._fork_guard.check()
@@ -319,7 +328,7 @@ class DeltaSync:
                     failure = error
         agreed = self._agree(failure, late, flush=flush)
         if agreed.failed:
-            self._stop(failure or DeltasyncError("another rank cannot publish: see its log"), flush=flush)
+            self._stop(failure, raises=flush or agreed.over)
             return False
         if agreed.late:
             raise late or ServiceUnavailable("the timeout of another rank has expired: see its log")
@@ -377,10 +386,12 @@ class DeltaSync:
         # Only a full cut replaces the old entries of free rows in a map.
         resync = self._resync or self.tracker.offers_all(CONSUMER)
         return self._agreement.reach(
+            self.tracker.steps,
             ready=self._under_way is None and (flush or self._trouble.over),
             resync=resync,
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
+            over=isinstance(failure, RunRefused),
             deletes=self._requests.newest(self._asked),
             refused=self._refused is not None or self._standstill.long,
             late=late is not None,
@@ -414,12 +425,21 @@ class DeltaSync:
         except DeltasyncError as error:  # `_agree` reports it to the other ranks.
             self._failure = error
 
-    def _stop(self, error: Exception, *, flush: bool) -> None:
-        """Pause publishing on all ranks, because parts wait for each other. No cursor has moved."""
+    def _stop(self, failure: Exception | None, *, raises: bool) -> None:
+        """Pause publishing on all ranks, because parts wait for each other. No cursor has moved.
+
+        Args:
+            failure: the error of this rank; None if only others have one.
+            raises: whether to raise the errors of all ranks even if the options do not ask for it.
+        """
         self._give_up()
+        error = failure or DeltasyncError("another rank cannot publish: see its log")
         self._trouble.note(error)
         self.stats.refusals += 1
-        if flush or self._options.verify or self._options.on_refusal is OnRefusal.RAISE:
+        if raises or self._options.verify or self._options.on_refusal is OnRefusal.RAISE:
+            with begun_together("a cut of DeltaSync"):
+                if failure:
+                    raise failure
             raise error
 
     def _give_up(self) -> None:

@@ -40,7 +40,8 @@ class OnRefusal(Enum):
     """What a step does if publishing is refused or impossible, for example because a row has NaN."""
 
     CONTINUE = "continue"
-    """Training continues, rows stay marked, and a later step tries to publish them (see `DeltaSync.trouble`)."""
+    """Training continues, rows stay marked, and a later step tries to publish them (see `DeltaSync.trouble`). The
+    step raises the error only if the service refuses the run for good (`RunRefused`)."""
     RAISE = "raise"
     """The step raises the error."""
 
@@ -58,6 +59,8 @@ class SyncOptions:
         dense: whether to also publish parameters and buffers outside embedding tables.
         fqns_to_skip: tables not to publish, each by its FQN, its name, one of its parents or any consecutive parts
             of its FQN. Rows from an earlier run stay in the service.
+        start_over: publish this model's rows although the service's model was rolled back and this run does not go
+            on from that version or an earlier one. Set it for one start, if you know that the rows are good.
         verify: for debugging a model: compare all rows with a copy at every cut, and raise if changed rows would
             not be published (see `TrackerOptions.verify`). Ignores `on_refusal`.
     """
@@ -69,6 +72,7 @@ class SyncOptions:
     dense: bool = True
     fqns_to_skip: Collection[str] = ()
     verify: bool = False
+    start_over: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)

@@ -38,6 +38,11 @@ class KeyedTarget(LocalTarget["KeyedCopy", "KeyedReading"]):
         copies = [KeyedCopy(in_place=reads == "copies") for _ in range(number_of_copies(reads))]
         super().__init__(reads, [Side(each, KeyedReading(tables=each.tables)) for each in copies])
 
+    def apply(self, release: Release) -> Written | None:
+        """Write a release: see `LocalTarget.apply`. Rows for a quantised module are a Contradiction."""
+        release.check_numbers()
+        return super().apply(release)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedReading(Reading):

@@ -63,6 +63,12 @@ class LocalTarget(Generic[C, R]):
                     return
             # The copies were swapped before this thread got in: try again.
 
+    def begin_at(self, position: Position) -> None:
+        """Note the position of the rows that this target has had since before its first release."""
+        for side in self._sides:
+            if side.reading.step is None:
+                side.reading = replace(side.reading, position=position)
+
     @property
     def position(self) -> Position:
         """The position to continue from: the last release's, or an empty one if that was only partly written."""

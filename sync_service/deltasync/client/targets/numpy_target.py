@@ -34,6 +34,11 @@ class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
         arrays = [_Arrays() for _ in range(number_of_copies(reads))]
         super().__init__(reads, [Side(each, TableReading(tables=each.tables)) for each in arrays])
 
+    def apply(self, release: Release) -> Written | None:
+        """Write a release: see `LocalTarget.apply`. Rows for a quantised module are a Contradiction."""
+        release.check_numbers()
+        return super().apply(release)
+
     @property
     def tables(self) -> dict[str, Values]:
         """[rows, dim] array by table name. Outside of `reading()` a release may be changing them.

@@ -13,13 +13,14 @@ from deltasync.core.digests import RowDigests
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.seal import seconds_behind
+from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.tables import TableSpec
 
 Reads = Literal["pause", "copies"]
 
 
 class TornTarget(DeltasyncError):
-    """The target cannot be read: a release was only partly written, or a first copy is still arriving."""
+    """The target cannot be read: a release was only partly written, or the first one has not arrived yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +127,20 @@ class Release:
         """
         if any(rows.norms is not None for rows in self.rows):
             raise Contradiction("the consumer's mode is `ids`, so its rows have no values: use a CallbackTarget")
+
+    def check_numbers(self) -> None:
+        """Check that rows are sent as numbers that anybody can read.
+
+        Raises:
+            Contradiction: the consumer's value type is that of a quantised module.
+        """
+        for table in self.tables:
+            if isinstance(table, ReplicaSpec) and table.value_type.tbe_bits:
+                raise Contradiction(
+                    f"table {table.name!r}: rows are sent as {table.value_type.value}, the bytes of a module that "
+                    "TorchRec quantised: use a TorchTarget with such a module, or another value type (deltasync "
+                    "consumers update NAME --value-type int8)"
+                )
 
 
 # Digests [n] of the rows of each batch; None for a batch that must be read back.

@@ -16,7 +16,7 @@ from deltasync.client.targets.torch_collision import (
     collision_prefixes,
     id_map_of,
 )
-from deltasync.client.targets.torch_compiled import absence
+from deltasync.client.targets.torch_compiled import absence, check_not_frozen
 from deltasync.client.targets.torch_quantised import (
     TABLES_OF,
     QuantisedRows,
@@ -101,7 +101,11 @@ def bind(
         tables: the tables to look for.
         before: names of the tables that had places before.
         types: the value types of the consumer's embedding tables; None = the types of `tables`.
+
+    Raises:
+        Contradiction: forwards would not read the places, because the module is compiled with freezing.
     """
+    check_not_frozen(module)
     contents = _Contents.of(module, value_types_of(tables) if types is None else types)
     places: dict[str, TablePlace] = {}
     problems: dict[str, DeltasyncError] = {}

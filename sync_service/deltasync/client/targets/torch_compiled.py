@@ -4,9 +4,10 @@ import copy
 import json
 import os
 import shutil
+import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike, fspath
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -189,6 +190,37 @@ def absence(module: nn.Module, table: str) -> str:
                 "optimize_for_inference write them into the code: use the module from torch.jit.script or trace"
             )
     return "the module has no parameter or buffer of that name"
+
+
+def check_not_frozen(module: nn.Module) -> None:
+    """Check that inductor does not write the values of a module into compiled code, as far as torch shows it.
+
+    Raises:
+        Contradiction: it does.
+    """
+    inductor = sys.modules.get("torch._inductor.config")
+    if inductor and inductor.freezing:
+        raise Contradiction(f"torch._inductor.config.freezing is on{_FREEZING}")
+    for name, each in module.named_modules():
+        # Of `torch.compile(module)`, and of `module.compile()`.
+        context, function = vars(each).get("dynamo_ctx"), vars(each).get("_compiled_call_impl")
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        if any(_options(code).get("freezing") for code in (getattr(context, "callback", None), *cells)):
+            raise Contradiction(f"module {name or '(the target)'} is compiled with the option freezing{_FREEZING}")
+
+
+_FREEZING = (
+    ": the compiler writes values into the code, where no release reaches them, so predictions would keep old "
+    "weights: compile without freezing"
+)
+
+
+def _options(code: object) -> Mapping[str, Any]:
+    """The options of inductor in a compiled callable of torch; none if it uses another backend."""
+    while (inner := getattr(code, "_torchdynamo_orig_backend", None)) is not None:
+        code = inner
+    options = getattr(code, "config", None)
+    return options if isinstance(options, Mapping) else {}
 
 
 class _Library:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from deltasync.base.arguments import check_type
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.words import counted
 from deltasync.client.targets.local import LocalTarget, Side
-from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
+from deltasync.client.targets.target import Reading, Reads, Release, TornTarget, Written, number_of_copies
 from deltasync.client.targets.torch_binding import (
     Binding,
     TablePlace,
@@ -83,6 +84,23 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
         super().__init__(
             reads, [Side(ModuleCopy(each, self._leave_out), ModuleReading(module=each)) for each in modules]
         )
+
+    @contextmanager
+    def reading(self) -> Iterator["ModuleReading"]:
+        """The module and its version: see `LocalTarget.reading`.
+
+        Raises:
+            TornTarget: see `LocalTarget.reading`; also before the first release, when the module has the weights
+                with which you constructed it, unless the subscriber got their position (`held`).
+        """
+        with super().reading() as reading:
+            if reading.step is None and not reading.position.number:
+                raise TornTarget(
+                    "no release has arrived yet, so the module has the weights with which it was constructed: "
+                    "wait until the subscriber is ready (wait_until_ready); if they are those of a position, pass "
+                    "it as SubscriberOptions(held=...)"
+                )
+            yield reading
 
     @property
     def takes_parts(self) -> bool:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.core.position import Position
-from deltasync.trainer.distributed.rank_store import RankStore, some, wait_aloud
+from deltasync.trainer.distributed.rank_store import RankStore, named, some, wait_aloud
+
+_SAME_CALLS = "all ranks must make the same calls"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Consensus:
         resync: at least one rank must publish every row.
         unpublished: at least one rank has something to publish.
         failed: at least one rank cannot continue.
+        over: the service refuses the run of at least one rank for good.
         deletes: every rank has the open delete requests up to this number; 0 if there are none.
         refused: the service refused the part of at least one rank because it lacks the version below it.
         late: the timeout of at least one rank has expired.
@@ -39,6 +43,7 @@ class Consensus:
     refused: bool = False
     late: bool = False
     again: bool = False
+    over: bool = False
 
 
 def on_any_rank(
@@ -147,6 +152,7 @@ class Agreement:
 
     def reach(
         self,
+        count: int,
         *,
         ready: bool,
         resync: bool,
@@ -156,12 +162,34 @@ class Agreement:
         refused: bool = False,
         late: bool = False,
         again: bool = False,
+        over: bool = False,
     ) -> Consensus:
-        """Combine this rank's state with that of all other ranks. A collective of all ranks."""
-        flags = [not ready, resync, unpublished, failed, refused, late, again]
-        *largest_flags, largest = self._largest([*map(int, flags), -deletes])
+        """Combine this rank's state with that of all other ranks. A collective of all ranks.
+
+        Args:
+            count: what `note` counts. It must be the same on all ranks.
+            ready: see `Consensus`, like the others.
+
+        Raises:
+            DeltasyncError: ranks pass different counts, or another rank has closed its agreement or has ended.
+        """
+        self.note(count)
+        flags = [not ready, resync, unpublished, failed, refused, late, again, over]
+        *largest_flags, largest, last, first = self._largest([*map(int, flags), -deletes, count, -count])
+        if last != -first:
+            self._refuse_apart(count)
         busy, any_resync, any_unpublished, any_failed, *others = map(bool, largest_flags)
         return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, *others)
+
+    def _refuse_apart(self, count: int) -> NoReturn:
+        """Raise the same error on all ranks, which have passed different counts. A collective of all ranks."""
+        ranks: dict[int, list[int]] = {}
+        for rank, (each,) in zip(self._states.ranks, self._every([count]), strict=True):
+            ranks.setdefault(each, []).append(rank)
+        places = [f"{named(of)} at {self._unit} {each}" for each, of in ranks.items()]
+        raise DeltasyncError(
+            f"{self._name}: {some(places)}: {_SAME_CALLS}, and close it after the same {self._unit}"
+        )
 
     def any_of(self, flag: bool) -> bool:
         """Whether a flag is set on any rank. A collective of all ranks."""
@@ -224,7 +252,7 @@ class Agreement:
         """Run a collective to its end.
 
         Raises:
-            DeltasyncError: another rank has closed its agreement and does not take part.
+            DeltasyncError: another rank has closed its agreement or has ended, and does not take part.
         """
         self._collectives += 1
         self._write_state()
@@ -232,17 +260,16 @@ class Agreement:
             _finish(begin(), self._awaited)
         except RuntimeError as error:
             closed = [state for state in self._read_states() if state.closed]
-            if not closed:
-                raise
+            needed = self._listed(closed) if closed else "a rank that has ended, or cannot be reached"
             raise DeltasyncError(
-                f"{self._name}, at {self._unit} {self._count}, needs {self._listed(closed)}: all ranks must close "
-                "it after the same step"
+                f"{self._name}, at {self._unit} {self._count}, needs {needed}: all ranks must close it after the "
+                f"same {self._unit}"
             ) from error
 
     def _awaited(self) -> str:
         states = self._read_states()
         late = [state for state in states if state.collectives < self._collectives]
-        where = f"in {self._name}, at {self._unit} {self._count}: all ranks must make the same calls"
+        where = f"in {self._name}, at {self._unit} {self._count}: {_SAME_CALLS}"
         if not late:
             return f"the other ranks, which {'have arrived' if states else 'have left no state to read'}, {where}"
         return f"{self._listed(late)}, {where}"

@@ -132,6 +132,17 @@ class RankStore:
             return [self._text]
         return [text.decode() for text in self._store.multi_get([*map(str, self.ranks)])]
 
+    def leave(self) -> None:
+        """After `read`: wait until all ranks have read, because the process of one of them may host the store."""
+        if self._store:
+            with suppress(RuntimeError):  # The host has ended, which it did after all had read.
+                self._store.set(f"{self.rank} has read", "")
+                self._store.wait([f"{rank} has read" for rank in self.ranks], timedelta(seconds=_READ_SECONDS))
+
+
+# A rank that has started to wait reads within this time, unless it has ended.
+_READ_SECONDS = 60
+
 
 def _timeout(store: Any) -> timedelta:
     while isinstance(store, PrefixStore):

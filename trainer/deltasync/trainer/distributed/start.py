@@ -49,11 +49,20 @@ def begun_together(
     store.write(json.dumps([shown, reason]))
     store.wait_for_all()
     states = [json.loads(text) for text in store.read()]
-    if differing := _differing(store.ranks, [options for options, _ in states]):
-        raise InvalidInput(f"{what}: {differing}; all ranks need the same") from failure
-    if reasons := _by_value(store.ranks, [reason and tuple(reason) for _, reason in states]):
-        (kind, _), *_ = reasons
-        raise _error(kind)("; ".join(f"{named(of)}: {text}" for (_, text), of in reasons.items())) from failure
+    if refusal := _error_of_all(what, store.ranks, states):
+        store.leave()  # Now each rank may end.
+        raise refusal from failure
+
+
+def _error_of_all(what: str, ranks: Sequence[int], states: Sequence[Any]) -> DeltasyncError | None:
+    """The error that all ranks raise, from the options and the failure of each; None if there is none."""
+    if differing := _differing(ranks, [options for options, _ in states]):
+        return InvalidInput(f"{what}: {differing}; all ranks need the same")
+    reasons = _by_value(ranks, [reason and tuple(reason) for _, reason in states])
+    if not reasons:
+        return None
+    (kind, _), *_ = reasons
+    return _error(kind)("; ".join(f"{named(of)}: {text}" for (_, text), of in reasons.items()))
 
 
 def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> str:

@@ -45,6 +45,7 @@ from deltasync.client import (
     Written,
 )
 from deltasync.client.shared.layout import folder_of
+from deltasync.client.targets.local import LocalTarget
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.trainer.example.compare import Tables, save_state
 from deltasync.trainer.example.features import Features, Featurizer
@@ -117,9 +118,9 @@ class HeldTarget(DelayedTarget, MeteredTarget):
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """See `TorchTarget.reading`."""
+        """See `TorchTarget.reading`. Before the first release, the weights are those of the trainer's start."""
         self.wait_for_release()
-        with super().reading() as reading:
+        with LocalTarget.reading(self) as reading:
             yield reading
         self.count_batch()
 

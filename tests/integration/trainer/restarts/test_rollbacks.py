@@ -1,0 +1,86 @@
+"""Trainers after a rollback: which may publish, and what the others raise."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from tests.integration.trainer.following import WAIT, expect
+from tests.support.command import deltasync
+from tests.support.server import TOKEN, RunningService
+from torch import nn
+
+from deltasync.base.errors import RunRefused
+from deltasync.client import Admin, Endpoint
+from deltasync.trainer import load_export
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+
+
+class Trainer:
+    """Changes one row with each step."""
+
+    def __init__(self, service: RunningService, weights: Any = None, **options: Any) -> None:
+        self.model = nn.Sequential(nn.Linear(4, 5))
+        if weights:
+            self.model.load_state_dict(weights)
+        self.sync = DeltaSync(
+            self.model, SyncOptions(service=service.grpc, model="clicks", publish_every=1, **options)
+        )
+
+    def step(self) -> None:
+        next(self.model.parameters()).data[3] += 1
+        self.sync.step()
+
+    def step_for_ever(self) -> NoReturn:
+        while True:
+            self.step()
+
+
+@pytest.fixture
+def admin(running: RunningService) -> Admin:
+    return Admin(Endpoint(running.http, TOKEN))
+
+
+@pytest.fixture
+def rolled_back(running: RunningService, admin: Admin) -> Trainer:
+    """The trainer whose model was rolled back."""
+    trainer = Trainer(running)
+    trainer.sync.flush(WAIT)
+    admin.keep_version("clicks", "good")
+    trainer.step()
+    trainer.sync.flush(WAIT)
+    admin.roll_back("clicks", "good")
+    return trainer
+
+
+def test_the_running_trainer_stops_with_an_error(rolled_back: Trainer) -> None:
+    with pytest.raises(RunRefused, match="the model was rolled back to version 1: restart the trainer of run"):
+        rolled_back.step_for_ever()
+    rolled_back.sync.abort()
+
+
+def test_weights_without_a_state_come_back_only_if_a_person_vouches_for_them(
+    running: RunningService, rolled_back: Trainer
+) -> None:
+    rolled_back.sync.abort()
+    weights = {name: each.clone() for name, each in rolled_back.model.state_dict().items()}
+    reloaded = Trainer(running, weights)
+    with pytest.raises(RunRefused, match=r"without a DeltaSync state.* SyncOptions\(start_over=True\)"):
+        reloaded.step_for_ever()
+    reloaded.sync.abort()
+    assert running.get_json("/versions?last=1")[0]["run"].startswith("rollback-to-1-")
+    vouched = Trainer(running, weights, start_over=True)
+    expect(running, vouched.sync, vouched.model)
+    vouched.sync.abort()
+
+
+def test_a_trainer_goes_on_from_the_version_that_the_model_was_rolled_back_to(
+    running: RunningService, rolled_back: Trainer, tmp_path: Path
+) -> None:
+    rolled_back.sync.abort()
+    again, file, at = Trainer(running), tmp_path / "good", f"{tmp_path}/data/checkpoints"
+    code, _, err = deltasync("export", "clicks", str(file), "--at", at, "--version", "good")
+    assert code == 0, err
+    again.sync.load_state_dict([load_export(again.model, file)])
+    again.step()
+    expect(running, again.sync, again.model)
+    again.sync.abort()
