@@ -21,7 +21,7 @@ _NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.
 class Connection:
     """The state of the connection to the service.
 
-    The client detects a peer that has vanished within 30 seconds.
+    The client notices within 30 seconds that the service has vanished, also behind a proxy that is still there.
 
     Attributes:
         connected: whether the service has answered on a stream that is still open.
