@@ -459,7 +459,7 @@ Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress comes while there is nothing to send: every 5 seconds, or every quarter of ready_within_seconds if shorter."""
+    """Progress comes while there is nothing new: every 5 seconds, or every quarter of ready_within_seconds if shorter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -489,9 +489,7 @@ class Progress(_message.Message):
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the last position that was sent, or the newest one while its release is not ready. Its history is empty while
-        the model has no tables.
-        """
+        """head is the last position that was sent. Its history is empty while the model has no tables."""
 
     def __init__(
         self,
