@@ -9,7 +9,7 @@ from typing import Any, Self
 import grpc
 
 
-class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no types
+class GrpcProxy(grpc.GenericRpcHandler):
     """Forwards streams to a service.
 
     Attributes:
@@ -60,7 +60,8 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
 
             self.peers.append(context.peer())
             with grpc.insecure_channel(self._target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-                call = channel.stream_stream(method)(forwarded(), metadata=_own(context.invocation_metadata()))
+                stream: Any = channel.stream_stream(method)
+                call = stream(forwarded(), metadata=_own(context.invocation_metadata()))
                 context.add_callback(lambda: None if silent.is_set() else call.cancel())
                 try:
                     yield from while_loud(call)

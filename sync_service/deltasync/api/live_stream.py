@@ -48,7 +48,10 @@ class LiveStream(Generic[Request]):
             self._received, self._promised, self._alives = self._received + 1, True, self._alives + 1
             if self._alives > _MOST_ALIVE:
                 await asyncio.sleep(_PACE_SECONDS)  # Meanwhile gRPC slows the client down.
-        self._received, self._waiting = self._received + 1, False
+        self._waiting = False
+        if not self._received:
+            await self._write(self._alive)  # Not earlier: the first message shows whether the client has the role.
+        self._received += 1
         return request
 
     async def answer(self, responses: AsyncGenerator[Any, None]) -> None:
@@ -59,7 +62,6 @@ class LiveStream(Generic[Request]):
         watch = asyncio.create_task(self._watch(asyncio.current_task()))
         try:
             async with aclosing(responses):
-                await self._write(self._alive)
                 async for response in responses:
                     await self._write(response)
         finally:

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # It has no types.
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision

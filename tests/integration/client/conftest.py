@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.fleet import Trainer, release_at_once
@@ -17,7 +18,7 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningS
     """A service with the file's POLICIES and OPTIONS, which copies checkpoints if the file has CHECKPOINTS."""
     file = request.module
     url = str(tmp_path / "checkpoints") if getattr(file, "CHECKPOINTS", False) else None
-    options = {"policies": file.POLICIES, "checkpoints": url} | getattr(file, "OPTIONS", {})
+    options: dict[str, Any] = {"policies": file.POLICIES, "checkpoints": url} | getattr(file, "OPTIONS", {})
     options |= getattr(request, "param", {})
     with RunningService(tmp_path / "data", **options) as service:
         yield service

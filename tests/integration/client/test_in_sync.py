@@ -49,7 +49,7 @@ from deltasync.core.rows import Ids, Values
 pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5)}
 # Idle streams look for changes often.
-OPTIONS = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 CONSUMERS = ["top", "predictors"]
 SHOP = TableSpec("shop", 20, 4)
 

@@ -53,7 +53,7 @@ POLICIES = {
     "quick": Policy(ready_within_seconds=1),
 }
 # Idle streams look for changes often.
-OPTIONS = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 pytestmark = pytest.mark.usefixtures("quick")
 EVERY = ["predictors", "limited", "top"]
 WITH_LIMIT = ["limited", "top"]

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 POLICIES: dict[str, Policy] = {}
 # Idle streams look for changes often.
-OPTIONS = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 
 
 def as_trained(trainer: Trainer) -> Model:

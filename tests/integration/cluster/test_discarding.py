@@ -33,9 +33,7 @@ def test_no_cut_is_sealed_while_the_stream_could_discard_it(cluster: Cluster) ->
     replica, target = cluster.replica("a")
     replica.wait_for(trainer.head, TIMEOUT)
     cluster.brokers.edit(STREAM, max_age=3600 * 10**9)
-    said = (
-        f"stream {STREAM} could lose acknowledged writes: max_age 3600000000000: nats stream edit {STREAM} --"
-    )
+    said = f"stream {STREAM} could lose acknowledged writes: max_age 3600000000000: nats stream edit {STREAM} --"
     wait_for(lambda: said in readiness(cluster), lambda: readiness(cluster))
     (event,) = wait_for(lambda: [each for each in service.get_json("/events") if each["event"] == "volume_failed"])
     assert said in event["text"]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.brokers import Brokers
@@ -200,14 +201,20 @@ def test_a_stream_that_could_lose_something_is_refused_until_it_could_not(broker
         each.logs.close()
 
 
-DISCARDING = {
+DISCARDING: dict[str, dict[str, Any]] = {
     "max_age 3600000000000: nats stream edit STREAM --max-age=0s": {"max_age": 3600 * 10**9},
     "max_msgs 900: nats stream edit STREAM --max-msgs=-1": {"max_msgs": 900},
     "max_bytes 1000000: nats stream edit STREAM --max-bytes=-1": {"max_bytes": 1_000_000},
     "max_msgs_per_subject 90: nats stream edit STREAM --max-msgs-per-subject=-1": {"max_msgs_per_subject": 90},
     "discard old: nats stream edit STREAM --discard=new": {"discard": "old"},
 }
-SAFE = {"max_age": 0, "max_msgs": -1, "max_bytes": -1, "max_msgs_per_subject": -1, "discard": "new"}
+SAFE: dict[str, Any] = {
+    "max_age": 0,
+    "max_msgs": -1,
+    "max_bytes": -1,
+    "max_msgs_per_subject": -1,
+    "discard": "new",
+}
 
 
 @pytest.mark.parametrize("said", DISCARDING)

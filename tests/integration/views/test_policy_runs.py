@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ POLICIES = {
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
 # Streams look for changes often.
-OPTIONS = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 ALL_ROWS = USER.rows + ITEM.rows
 
 

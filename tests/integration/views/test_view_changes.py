@@ -27,7 +27,7 @@ from deltasync.views.log import ViewLog
 
 POLICIES = {"top": Policy(top_k=5)}
 # Idle streams look for changes often.
-OPTIONS = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 
 
 @pytest.fixture(autouse=True)
