@@ -1,5 +1,6 @@
 """Real NATS brokers on loopback, one or a cluster, which tests may kill and restart."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import nats
 from tests.support.ports import free_ports
 
 _START_SECONDS, _POLL_SECONDS = 30.0, 0.02
@@ -92,6 +94,31 @@ class Brokers:
                 if each["name"] == stream and (name := (each.get("cluster") or {}).get("leader", broker.name)):
                     return next(one for one in self.brokers if one.name == name)
         return None
+
+    def edit(self, stream: str, **settings: object) -> None:
+        """Change settings of a stream, as an operator does."""
+
+        async def edit() -> None:
+            client = await nats.connect(list(self.urls))
+            try:
+                info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}")).data)
+                changed = json.dumps(info["config"] | settings).encode()
+                answer = json.loads((await client.request(f"$JS.API.STREAM.UPDATE.{stream}", changed)).data)
+                assert "error" not in answer, answer
+            finally:
+                await client.close()
+
+        asyncio.run(edit())
+
+    def remove(self, stream: str) -> None:
+        async def remove() -> None:
+            client = await nats.connect(list(self.urls))
+            try:
+                await client.jetstream().delete_stream(stream)
+            finally:
+                await client.close()
+
+        asyncio.run(remove())
 
     def wait(self) -> None:
         """Wait until all running brokers are ready and connected to each other."""

@@ -10,6 +10,7 @@ import grpc
 from tests.support.process import ServiceProcess
 
 from deltasync.access.roles import token_digest
+from deltasync.v1 import publish_pb2, subscribe_pb2
 
 # By the name of each token; the token itself is `token_of(name)`.
 ROLES: Mapping[str, Sequence[str]] = {
@@ -53,19 +54,26 @@ class GuardedService(ServiceProcess):
         return self.request(method, path, token_of(name) if name else "", body)
 
     def call(self, method: str, name: str, request: Any = b"") -> tuple[grpc.StatusCode, str]:
-        """Status code and details of a call with the named token; for a stream, after its first message."""
+        """Status code and details of a call with the named token; for a stream, after a message but `Alive`."""
         with grpc.insecure_channel(self.grpc) as channel:
             stream: Any = channel.stream_stream(method)
             message = request if isinstance(request, bytes) else request.SerializeToString()
             answers = stream(iter([message]), timeout=20, metadata=metadata_of(name))
             try:
-                next(answers)
+                while _is_alive(method, next(answers)):
+                    pass
             except grpc.RpcError as error:  # It is a call, too.
                 return error.code(), error.details() or ""
             except StopIteration:
                 pass
             answers.cancel()
             return grpc.StatusCode.OK, ""
+
+
+def _is_alive(method: str, raw: bytes) -> bool:
+    kinds: dict[str, Any] = {"Publish": publish_pb2.PublishResponse, "Subscribe": subscribe_pb2.SubscribeResponse}
+    kind = kinds.get(method.rpartition("/")[2])
+    return bool(kind and kind.FromString(raw).HasField("alive"))
 
 
 def metadata_of(name: str) -> list[tuple[str, str]]:

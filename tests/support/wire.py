@@ -38,12 +38,14 @@ class Stream:
             self._requests.put(request)
 
     def receive(self) -> Any:
-        """The next message; raises `grpc.RpcError` if the service has ended the stream."""
-        return next(self._call)
+        """The next message other than `Alive`; raises `grpc.RpcError` if the service has ended the stream."""
+        while (message := next(self._call)).WhichOneof("message") == "alive":
+            pass
+        return message
 
     def rest(self) -> list[Any]:
-        """All further messages until the service ends the stream."""
-        return list(self._call)
+        """All further messages other than `Alive` until the service ends the stream."""
+        return [each for each in self._call if each.WhichOneof("message") != "alive"]
 
     def refusal(self) -> tuple[grpc.StatusCode, str]:
         """The status with which the service ends the stream, after any messages."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\xf4\x01\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x12/\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1c.deltasync.v1.PublishGoodbyeH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\xb0\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\t \x01(\x08\x12\x15\n\rtakes_changes\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\x12\x12\n\nstart_over\x18\x0c \x01(\x08\"@\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.TableRows\"\xa2\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x05 \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x06 \x01(\x03\x12\x11\n\tdiffering\x18\x07 \x03(\r\x12\x11\n\tgather_ns\x18\x08 \x01(\x04\"Z\n\tWholePart\x12&\n\x05\x63lose\x18\x01 \x01(\x0b\x32\x17.deltasync.v1.PartClose\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.deltasync.v1.TableRows\"\x10\n\x0ePublishGoodbye\"\xa4\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18\x03 \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x42\t\n\x07message\"\xa5\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x05 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12\r\n\x05since\x18\x06 \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\x85\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x03 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12\x12\n\nquarantine\x18\x04 \x01(\t2\\\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\x9a\x02\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x12/\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1c.deltasync.v1.PublishGoodbyeH\x00\x12$\n\x05\x61live\x18\x06 \x01(\x0b\x32\x13.deltasync.v1.AliveH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\xb0\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\t \x01(\x08\x12\x15\n\rtakes_changes\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\x12\x12\n\nstart_over\x18\x0c \x01(\x08\"@\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.TableRows\"\xa2\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x05 \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x06 \x01(\x03\x12\x11\n\tdiffering\x18\x07 \x03(\r\x12\x11\n\tgather_ns\x18\x08 \x01(\x04\"Z\n\tWholePart\x12&\n\x05\x63lose\x18\x01 \x01(\x0b\x32\x17.deltasync.v1.PartClose\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.deltasync.v1.TableRows\"\x10\n\x0ePublishGoodbye\"\xca\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18\x03 \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x12$\n\x05\x61live\x18\x04 \x01(\x0b\x32\x13.deltasync.v1.AliveH\x00\x42\t\n\x07message\"\xa5\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x05 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12\r\n\x05since\x18\x06 \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\x85\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x03 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12\x12\n\nquarantine\x18\x04 \x01(\t2\\\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltasync.v1.publish_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUBLISHREQUEST']._serialized_start=72
-  _globals['_PUBLISHREQUEST']._serialized_end=316
-  _globals['_SHARD']._serialized_start=318
-  _globals['_SHARD']._serialized_end=408
-  _globals['_PUBLISHOPEN']._serialized_start=411
-  _globals['_PUBLISHOPEN']._serialized_end=715
-  _globals['_PARTCHUNK']._serialized_start=717
-  _globals['_PARTCHUNK']._serialized_end=781
-  _globals['_PARTCLOSE']._serialized_start=784
-  _globals['_PARTCLOSE']._serialized_end=946
-  _globals['_WHOLEPART']._serialized_start=948
-  _globals['_WHOLEPART']._serialized_end=1038
-  _globals['_PUBLISHGOODBYE']._serialized_start=1040
-  _globals['_PUBLISHGOODBYE']._serialized_end=1056
-  _globals['_PUBLISHRESPONSE']._serialized_start=1059
-  _globals['_PUBLISHRESPONSE']._serialized_end=1223
-  _globals['_PUBLISHOPENED']._serialized_start=1226
-  _globals['_PUBLISHOPENED']._serialized_end=1391
-  _globals['_CHANGEDROWS']._serialized_start=1393
-  _globals['_CHANGEDROWS']._serialized_end=1460
-  _globals['_TABLEIDS']._serialized_start=1462
-  _globals['_TABLEIDS']._serialized_end=1500
-  _globals['_DELETEREQUEST']._serialized_start=1502
-  _globals['_DELETEREQUEST']._serialized_end=1561
-  _globals['_CUTSEALED']._serialized_start=1564
-  _globals['_CUTSEALED']._serialized_end=1697
-  _globals['_PUBLISHSERVICE']._serialized_start=1699
-  _globals['_PUBLISHSERVICE']._serialized_end=1791
+  _globals['_PUBLISHREQUEST']._serialized_end=354
+  _globals['_SHARD']._serialized_start=356
+  _globals['_SHARD']._serialized_end=446
+  _globals['_PUBLISHOPEN']._serialized_start=449
+  _globals['_PUBLISHOPEN']._serialized_end=753
+  _globals['_PARTCHUNK']._serialized_start=755
+  _globals['_PARTCHUNK']._serialized_end=819
+  _globals['_PARTCLOSE']._serialized_start=822
+  _globals['_PARTCLOSE']._serialized_end=984
+  _globals['_WHOLEPART']._serialized_start=986
+  _globals['_WHOLEPART']._serialized_end=1076
+  _globals['_PUBLISHGOODBYE']._serialized_start=1078
+  _globals['_PUBLISHGOODBYE']._serialized_end=1094
+  _globals['_PUBLISHRESPONSE']._serialized_start=1097
+  _globals['_PUBLISHRESPONSE']._serialized_end=1299
+  _globals['_PUBLISHOPENED']._serialized_start=1302
+  _globals['_PUBLISHOPENED']._serialized_end=1467
+  _globals['_CHANGEDROWS']._serialized_start=1469
+  _globals['_CHANGEDROWS']._serialized_end=1536
+  _globals['_TABLEIDS']._serialized_start=1538
+  _globals['_TABLEIDS']._serialized_end=1576
+  _globals['_DELETEREQUEST']._serialized_start=1578
+  _globals['_DELETEREQUEST']._serialized_end=1637
+  _globals['_CUTSEALED']._serialized_start=1640
+  _globals['_CUTSEALED']._serialized_end=1773
+  _globals['_PUBLISHSERVICE']._serialized_start=1775
+  _globals['_PUBLISHSERVICE']._serialized_end=1867
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ class PublishRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___PublishOpen:
         """open introduces the rank. Send it exactly once, first."""
@@ -50,6 +51,10 @@ class PublishRequest(_message.Message):
     def goodbye(self) -> Global___PublishGoodbye:
         """goodbye says that the rank has finished. Send it last, and never inside a part. The service then ends the stream."""
 
+    @_builtins.property
+    def alive(self) -> _tables_pb2.Alive:
+        """alive shows that the rank lives while it has nothing to send."""
+
     def __init__(
         self,
         *,
@@ -58,12 +63,13 @@ class PublishRequest(_message.Message):
         close: Global___PartClose | None = ...,
         part: Global___WholePart | None = ...,
         goodbye: Global___PublishGoodbye | None = ...,
+        alive: _tables_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close", "part", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close", "part", "goodbye", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -337,6 +343,7 @@ class PublishResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___PublishOpened:
         """opened answers the open."""
@@ -349,18 +356,23 @@ class PublishResponse(_message.Message):
     def changed(self) -> Global___ChangedRows:
         """changed follows opened if opened.since is not 0."""
 
+    @_builtins.property
+    def alive(self) -> _tables_pb2.Alive:
+        """alive comes first, and while there is nothing to answer."""
+
     def __init__(
         self,
         *,
         opened: Global___PublishOpened | None = ...,
         sealed: Global___CutSealed | None = ...,
         changed: Global___ChangedRows | None = ...,
+        alive: _tables_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "changed", b"changed", "message", b"message", "opened", b"opened", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed", "changed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "sealed", "changed", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

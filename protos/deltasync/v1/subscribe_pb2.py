@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65ltasync/v1/subscribe.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"l\n\x10SubscribeRequest\x12+\n\x04open\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.SubscribeOpenH\x00\x12 \n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x11.deltasync.v1.AckH\x00\x42\t\n\x07message\"\xc1\x01\n\rSubscribeOpen\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12$\n\x04held\x18\x03 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x1d\n\x15max_outstanding_bytes\x18\x04 \x01(\x04\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\'\n\x07version\x18\x06 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\r\n\x05guest\x18\x07 \x01(\x08\"\xd5\x01\n\x03\x41\x63k\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\'\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12$\n\x04sums\x18\x03 \x03(\x0b\x32\x16.deltasync.v1.Checksum\x12\x0f\n\x07unbound\x18\x04 \x03(\r\x12\r\n\x05token\x18\x05 \x01(\x04\x12\x12\n\nread_again\x18\x06 \x01(\x04\x12\x11\n\trows_left\x18\x07 \x01(\x04\x12\x0f\n\x07goodbye\x18\x08 \x01(\x08\x12\x0f\n\x07stopped\x18\t \x01(\t\"\x88\x02\n\x11SubscribeResponse\x12/\n\x06opened\x18\x01 \x01(\x0b\x32\x1d.deltasync.v1.SubscribeOpenedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.deltasync.v1.ReleaseChunkH\x00\x12/\n\x0brelease_end\x18\x03 \x01(\x0b\x32\x18.deltasync.v1.ReleaseEndH\x00\x12-\n\x07release\x18\x04 \x01(\x0b\x32\x1a.deltasync.v1.WholeReleaseH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.deltasync.v1.ProgressH\x00\x42\t\n\x07message\"\xe2\x01\n\x0fSubscribeOpened\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04head\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12#\n\x06tables\x18\x03 \x03(\x0b\x32\x13.deltasync.v1.Table\x12\x0e\n\x06resync\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12 \n\x04mode\x18\x06 \x01(\x0e\x32\x12.deltasync.v1.Mode\x12\x15\n\rmodel_history\x18\x07 \x01(\t\x12\x1c\n\x14ready_within_seconds\x18\x08 \x01(\x01\"C\n\x0cReleaseChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.TableRows\"\x94\x02\n\nReleaseEnd\x12(\n\x08position\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05whole\x18\x06 \x03(\r\x12$\n\x04sums\x18\x07 \x03(\x0b\x32\x16.deltasync.v1.Checksum\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x08 \x01(\x03\x12\r\n\x05token\x18\t \x01(\x04\x12\x11\n\tbehind_ns\x18\n \x01(\x04\x12\x14\n\x0cversion_seal\x18\x0b \x01(\x06\x12\x0c\n\x04kept\x18\x0c \x01(\t\"\\\n\x0cWholeRelease\x12%\n\x03\x65nd\x18\x01 \x01(\x0b\x32\x18.deltasync.v1.ReleaseEnd\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.deltasync.v1.TableRows\"\xa9\x01\n\x08Progress\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x03 \x01(\x03\x12\r\n\x05token\x18\x04 \x01(\x04\x12\x11\n\tbehind_ns\x18\x05 \x01(\x04\x12\x14\n\x0cversion_seal\x18\x06 \x01(\x06\x12\x12\n\nread_again\x18\x07 \x01(\x04\"C\n\x0cLeaveRequest\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\"\x0f\n\rLeaveResponse2\xa6\x01\n\x10SubscribeService\x12P\n\tSubscribe\x12\x1e.deltasync.v1.SubscribeRequest\x1a\x1f.deltasync.v1.SubscribeResponse(\x01\x30\x01\x12@\n\x05Leave\x12\x1a.deltasync.v1.LeaveRequest\x1a\x1b.deltasync.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65ltasync/v1/subscribe.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\x92\x01\n\x10SubscribeRequest\x12+\n\x04open\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.SubscribeOpenH\x00\x12 \n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x11.deltasync.v1.AckH\x00\x12$\n\x05\x61live\x18\x03 \x01(\x0b\x32\x13.deltasync.v1.AliveH\x00\x42\t\n\x07message\"\xc1\x01\n\rSubscribeOpen\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12$\n\x04held\x18\x03 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x1d\n\x15max_outstanding_bytes\x18\x04 \x01(\x04\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\'\n\x07version\x18\x06 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\r\n\x05guest\x18\x07 \x01(\x08\"\xd5\x01\n\x03\x41\x63k\x12\x16\n\x0ereceived_bytes\x18\x01 \x01(\x04\x12\'\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12$\n\x04sums\x18\x03 \x03(\x0b\x32\x16.deltasync.v1.Checksum\x12\x0f\n\x07unbound\x18\x04 \x03(\r\x12\r\n\x05token\x18\x05 \x01(\x04\x12\x12\n\nread_again\x18\x06 \x01(\x04\x12\x11\n\trows_left\x18\x07 \x01(\x04\x12\x0f\n\x07goodbye\x18\x08 \x01(\x08\x12\x0f\n\x07stopped\x18\t \x01(\t\"\xae\x02\n\x11SubscribeResponse\x12/\n\x06opened\x18\x01 \x01(\x0b\x32\x1d.deltasync.v1.SubscribeOpenedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.deltasync.v1.ReleaseChunkH\x00\x12/\n\x0brelease_end\x18\x03 \x01(\x0b\x32\x18.deltasync.v1.ReleaseEndH\x00\x12-\n\x07release\x18\x04 \x01(\x0b\x32\x1a.deltasync.v1.WholeReleaseH\x00\x12*\n\x08progress\x18\x05 \x01(\x0b\x32\x16.deltasync.v1.ProgressH\x00\x12$\n\x05\x61live\x18\x06 \x01(\x0b\x32\x13.deltasync.v1.AliveH\x00\x42\t\n\x07message\"\xe2\x01\n\x0fSubscribeOpened\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04head\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12#\n\x06tables\x18\x03 \x03(\x0b\x32\x13.deltasync.v1.Table\x12\x0e\n\x06resync\x18\x04 \x01(\x08\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12 \n\x04mode\x18\x06 \x01(\x0e\x32\x12.deltasync.v1.Mode\x12\x15\n\rmodel_history\x18\x07 \x01(\t\x12\x1c\n\x14ready_within_seconds\x18\x08 \x01(\x01\"C\n\x0cReleaseChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.TableRows\"\x94\x02\n\nReleaseEnd\x12(\n\x08position\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05whole\x18\x06 \x03(\r\x12$\n\x04sums\x18\x07 \x03(\x0b\x32\x16.deltasync.v1.Checksum\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x08 \x01(\x03\x12\r\n\x05token\x18\t \x01(\x04\x12\x11\n\tbehind_ns\x18\n \x01(\x04\x12\x14\n\x0cversion_seal\x18\x0b \x01(\x06\x12\x0c\n\x04kept\x18\x0c \x01(\t\"\\\n\x0cWholeRelease\x12%\n\x03\x65nd\x18\x01 \x01(\x0b\x32\x18.deltasync.v1.ReleaseEnd\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.deltasync.v1.TableRows\"\xa9\x01\n\x08Progress\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x03 \x01(\x03\x12\r\n\x05token\x18\x04 \x01(\x04\x12\x11\n\tbehind_ns\x18\x05 \x01(\x04\x12\x14\n\x0cversion_seal\x18\x06 \x01(\x06\x12\x12\n\nread_again\x18\x07 \x01(\x04\"C\n\x0cLeaveRequest\x12\x10\n\x08\x63onsumer\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\"\x0f\n\rLeaveResponse2\xa6\x01\n\x10SubscribeService\x12P\n\tSubscribe\x12\x1e.deltasync.v1.SubscribeRequest\x1a\x1f.deltasync.v1.SubscribeResponse(\x01\x30\x01\x12@\n\x05Leave\x12\x1a.deltasync.v1.LeaveRequest\x1a\x1b.deltasync.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltasync.v1.subscribe_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=73
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=181
-  _globals['_SUBSCRIBEOPEN']._serialized_start=184
-  _globals['_SUBSCRIBEOPEN']._serialized_end=377
-  _globals['_ACK']._serialized_start=380
-  _globals['_ACK']._serialized_end=593
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=596
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=860
-  _globals['_SUBSCRIBEOPENED']._serialized_start=863
-  _globals['_SUBSCRIBEOPENED']._serialized_end=1089
-  _globals['_RELEASECHUNK']._serialized_start=1091
-  _globals['_RELEASECHUNK']._serialized_end=1158
-  _globals['_RELEASEEND']._serialized_start=1161
-  _globals['_RELEASEEND']._serialized_end=1437
-  _globals['_WHOLERELEASE']._serialized_start=1439
-  _globals['_WHOLERELEASE']._serialized_end=1531
-  _globals['_PROGRESS']._serialized_start=1534
-  _globals['_PROGRESS']._serialized_end=1703
-  _globals['_LEAVEREQUEST']._serialized_start=1705
-  _globals['_LEAVEREQUEST']._serialized_end=1772
-  _globals['_LEAVERESPONSE']._serialized_start=1774
-  _globals['_LEAVERESPONSE']._serialized_end=1789
-  _globals['_SUBSCRIBESERVICE']._serialized_start=1792
-  _globals['_SUBSCRIBESERVICE']._serialized_end=1958
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=74
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=220
+  _globals['_SUBSCRIBEOPEN']._serialized_start=223
+  _globals['_SUBSCRIBEOPEN']._serialized_end=416
+  _globals['_ACK']._serialized_start=419
+  _globals['_ACK']._serialized_end=632
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=635
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=937
+  _globals['_SUBSCRIBEOPENED']._serialized_start=940
+  _globals['_SUBSCRIBEOPENED']._serialized_end=1166
+  _globals['_RELEASECHUNK']._serialized_start=1168
+  _globals['_RELEASECHUNK']._serialized_end=1235
+  _globals['_RELEASEEND']._serialized_start=1238
+  _globals['_RELEASEEND']._serialized_end=1514
+  _globals['_WHOLERELEASE']._serialized_start=1516
+  _globals['_WHOLERELEASE']._serialized_end=1608
+  _globals['_PROGRESS']._serialized_start=1611
+  _globals['_PROGRESS']._serialized_end=1780
+  _globals['_LEAVEREQUEST']._serialized_start=1782
+  _globals['_LEAVEREQUEST']._serialized_end=1849
+  _globals['_LEAVERESPONSE']._serialized_start=1851
+  _globals['_LEAVERESPONSE']._serialized_end=1866
+  _globals['_SUBSCRIBESERVICE']._serialized_start=1869
+  _globals['_SUBSCRIBESERVICE']._serialized_end=2035
 # @@protoc_insertion_point(module_scope)

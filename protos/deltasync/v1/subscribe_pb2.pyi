@@ -27,6 +27,7 @@ class SubscribeRequest(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___SubscribeOpen:
         """open introduces the replica. Send it exactly once, first."""
@@ -35,17 +36,22 @@ class SubscribeRequest(_message.Message):
     def ack(self) -> Global___Ack:
         """ack returns credit and reports progress. Repeating one is safe."""
 
+    @_builtins.property
+    def alive(self) -> _tables_pb2.Alive:
+        """alive shows that the replica lives while it has nothing to send."""
+
     def __init__(
         self,
         *,
         open: Global___SubscribeOpen | None = ...,
         ack: Global___Ack | None = ...,
+        alive: _tables_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "alive", b"alive", "message", b"message", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "alive", b"alive", "message", b"message", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "ack"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "ack", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -200,6 +206,7 @@ class SubscribeResponse(_message.Message):
     RELEASE_END_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SubscribeOpened:
         """opened answers the open."""
@@ -218,7 +225,11 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """progress shows that the stream is alive while there is nothing to send."""
+        """progress shows that there is nothing to send."""
+
+    @_builtins.property
+    def alive(self) -> _tables_pb2.Alive:
+        """alive comes first, and while nothing else comes."""
 
     def __init__(
         self,
@@ -228,12 +239,13 @@ class SubscribeResponse(_message.Message):
         release_end: Global___ReleaseEnd | None = ...,
         release: Global___WholeRelease | None = ...,
         progress: Global___Progress | None = ...,
+        alive: _tables_pb2.Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "release", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "release", "progress", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -447,7 +459,7 @@ Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress comes while there is nothing to send: every 5 seconds, or every quarter of ready_within_seconds if shorter."""
+    """Progress comes while there is nothing new: every 5 seconds, or every quarter of ready_within_seconds if shorter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,9 +489,7 @@ class Progress(_message.Message):
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the last position that was sent, or the newest one while its release is not ready. Its history is empty while
-        the model has no tables.
-        """
+        """head is the last position that was sent. Its history is empty while the model has no tables."""
 
     def __init__(
         self,

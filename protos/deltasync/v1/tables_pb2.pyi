@@ -391,3 +391,28 @@ class Position(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class Alive(_message.Message):
+    """Alive shows on a stream that its sender lives. The service sends one first, and another whenever it has sent nothing
+    for a third of within_seconds. Once a client has sent one, it does the same. A side that receives no message for
+    within_seconds ends the stream, however alive its connection seems; the client then opens another on a new connection.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WITHIN_SECONDS_FIELD_NUMBER: _builtins.int
+    within_seconds: _builtins.float
+    """within_seconds is the longest time between two messages of either side. Set by the service."""
+    def __init__(
+        self,
+        *,
+        within_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["within_seconds", b"within_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015

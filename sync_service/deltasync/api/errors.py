@@ -1,8 +1,6 @@
 """Errors of gRPC calls and HTTP requests, in one format."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -96,16 +94,3 @@ def answer_errors(app: FastAPI) -> None:
         current_call().error = error
         text = f"{error.detail}: /openapi.json lists all routes and their methods"
         return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)
-
-
-async def answer(context: grpc.aio.ServicerContext[Any, Any], responses: AsyncGenerator[Any, None]) -> None:
-    """Send the responses of a stream, and close `responses` if the peer leaves or cancels.
-
-    If gRPC got the generator, it would log a traceback for each peer that leaves.
-    """
-    async with aclosing(responses):
-        async for response in responses:
-            try:
-                await context.write(response)
-            except grpc.aio.InternalError as error:  # The stream is closed.
-                raise asyncio.CancelledError from error

@@ -200,9 +200,10 @@ def bind_grpc(
             *_limit_options(limits.options),
             # Otherwise a second service on the same port would get half of the streams.
             ("grpc.so_reuseport", 0),
-            # Must be below the client's keepalive interval: gRPC disconnects clients that ping too often.
+            # Clients in other languages may ping, which gRPC would take for an attack.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            # Our clients send `Alive`. The service pings for all others, and for connections without a stream.
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),

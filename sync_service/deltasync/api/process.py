@@ -338,6 +338,8 @@ def streams_of(service: Service) -> StreamCollaborators:
         volumes=service.volumes,
         events=service.events,
         draining=service.draining,
+        progress_seconds=service.options.progress_seconds,
+        silence_seconds=service.options.silence_seconds,
     )
 
 
@@ -352,7 +354,8 @@ async def _listen(
     certificates: CertificateFiles | None,
 ) -> None:
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
-    publisher = PublishServicer(service.publishing, service.limits, service.events)
+    silence_seconds = service.options.silence_seconds
+    publisher = PublishServicer(service.publishing, service.limits, service.events, silence_seconds)
     subscriber = SubscribeServicer(streams_of(service))
     server = bind_grpc(
         publisher, subscriber, service.limits, options.host, options.grpc_port, access, certificates

@@ -8,14 +8,15 @@ import grpc.aio
 
 from deltasync.access.limits import Limits
 from deltasync.access.roles import caller, current_call
-from deltasync.api.errors import abort, answer
+from deltasync.api.errors import abort
+from deltasync.api.live_stream import LiveStream
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.events import EventKind, Events
 from deltasync.core.position import Position
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.session import PublishSession, check_counts, check_open, open_session
 from deltasync.service.models import Publishing
-from deltasync.v1 import publish_pb2, publish_pb2_grpc
+from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.messages import changed_to_messages, position_to_message
 from deltasync.wire.row_messages import PublishRequest, ReceivedRows
 
@@ -25,10 +26,13 @@ _ORDER = "expected one open message, then chunks, parts and a goodbye"
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
     """Receives cuts from the ranks of a run."""
 
-    def __init__(self, publishing: Publishing, limits: Limits, events: Events) -> None:
+    def __init__(self, publishing: Publishing, limits: Limits, events: Events, silence_seconds: float) -> None:
+        """`silence_seconds`: see `ServiceOptions`."""
         self._publishing = publishing
         self._limits = limits
         self._events = events
+        alive = tables_pb2.Alive(within_seconds=silence_seconds)
+        self._alive = publish_pb2.PublishResponse(alive=alive)
 
     async def Publish(  # type: ignore[override]  # gRPC also accepts this kind of handler
         self,
@@ -38,7 +42,8 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Serve the stream of one rank."""
         stream, refusal = _RankStream(self._publishing, self._limits, self._events), None
         try:
-            await answer(context, stream.answers(request_iterator))
+            live = LiveStream(context, request_iterator, self._alive)
+            await live.answer(stream.answers(live))
         except DeltasyncError as error:
             refusal = error
             await abort(context, error)

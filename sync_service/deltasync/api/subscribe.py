@@ -12,7 +12,8 @@ import grpc.aio
 from deltasync.access.limits import Limits
 from deltasync.access.roles import caller, current_call
 from deltasync.api.acks import Acks, Credit
-from deltasync.api.errors import abort, answer
+from deltasync.api.errors import abort
+from deltasync.api.live_stream import ClientSilent, LiveStream
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import (
@@ -39,7 +40,7 @@ from deltasync.model.releases import BLOCK_BYTES, FrozenRelease, Head, LargeRele
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
 from deltasync.service.volumes import Volumes
-from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import (
     form_to_message,
     mode_to_message,
@@ -99,6 +100,8 @@ def departure(
         return Departure(EventKind.REPLICA_LEFT, "its stream ended")
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return Departure(EventKind.REPLICA_LOST, "its connection was lost")
+    if isinstance(error, ClientSilent):
+        return Departure(EventKind.REPLICA_LOST, str(error))
     reason = error_text(error) if isinstance(error, Exception) else str(error)
     return Departure(EventKind.REPLICA_LEFT, reason, expected=not isinstance(error, _OF_PEERS))
 
@@ -174,7 +177,6 @@ def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
     return feed.behind_ns(number, policy)
 
 
-_PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
 # Interval between checks for stalled replicas.
 _WATCH_SECONDS = 5.0
@@ -185,7 +187,13 @@ Responses: TypeAlias = AsyncGenerator[subscribe_pb2.SubscribeResponse | bytes, N
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCollaborators:
-    """The parts of the service that streams use; `draining` is set at shutdown."""
+    """The parts of the service that streams use.
+
+    Attributes:
+        draining: set at shutdown.
+        progress_seconds: see `ServiceOptions`.
+        silence_seconds: see `ServiceOptions`.
+    """
 
     models: Models
     registry: ConsumerRegistry
@@ -194,6 +202,8 @@ class StreamCollaborators:
     volumes: Volumes
     events: Events
     draining: asyncio.Event
+    progress_seconds: float
+    silence_seconds: float
 
 
 class ReplicaStream:
@@ -201,7 +211,7 @@ class ReplicaStream:
 
     def __init__(self, service: StreamCollaborators, message: subscribe_pb2.SubscribeOpen) -> None:
         self._models, self._consumers = service.models, service.consumers
-        self._draining = service.draining
+        self._draining, self._progress_seconds = service.draining, service.progress_seconds
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
         self._claim = position_from_message(message.held)
@@ -360,8 +370,7 @@ class ReplicaStream:
 
     async def _send(self, reading: asyncio.Future[Release]) -> Responses:
         # Awaited only here, to keep no release in memory while there is nothing to send.
-        async for progress in self._until_done(reading):
-            yield progress
+        await self._wait_until_done(reading)
         release = reading.result()
         self._check_forms()
         if self._kept_from(release):  # Drop the release; a later one repeats its rows and repairs.
@@ -375,8 +384,7 @@ class ReplicaStream:
                 while not isinstance(release, FrozenRelease):
                     await self._room_for(min(BLOCK_BYTES, self._credit.budget // 4), release)
                     copied = asyncio.ensure_future(copying.next())
-                    async for progress in self._until_done(copied):
-                        yield progress
+                    await self._wait_until_done(copied)
                     self._check_forms()
                     if isinstance(block := copied.result(), FrozenRelease):
                         release = block
@@ -395,16 +403,13 @@ class ReplicaStream:
                 self._check_running(release)
                 yield release_end(self._end(release, release.head))
 
-    async def _until_done(self, reading: asyncio.Future[Any]) -> Responses:
-        """Yield progress until the rows are read, as a release must be durable before it is sent."""
+    async def _wait_until_done(self, reading: asyncio.Future[Any]) -> None:
+        """Wait until the rows are read, as a release must be durable before it is sent."""
         try:
             while not reading.done():
                 await self._wait(asyncio.shield(reading))
                 self._check_fed()
                 self._credit.note_moved()
-                if not reading.done() and self._feed.position != self._acks.sent:
-                    head = position_to_message(self._feed.position)  # The replica lacks it.
-                    yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=head))
         finally:
             if isinstance(
                 reading, asyncio.Task
@@ -436,7 +441,7 @@ class ReplicaStream:
         """Wait briefly for one of the events. If the ack stream has ended, end this stream too."""
         limit = self._consumer.policy.ready_within_seconds
         # Send the next message well within the limit.
-        seconds = min(_PROGRESS_SECONDS, limit / 4) if limit else _PROGRESS_SECONDS
+        seconds = min(self._progress_seconds, limit / 4) if limit else self._progress_seconds
         await first_of(*events, seconds=seconds, tasks=(self._ack_reader, self._stop))
         if self._ack_reader.done():
             self._ack_reader.result()
@@ -489,6 +494,8 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
 
     def __init__(self, service: StreamCollaborators) -> None:
         self._service = service
+        alive = tables_pb2.Alive(within_seconds=service.silence_seconds)
+        self._alive = subscribe_pb2.SubscribeResponse(alive=alive)
 
     async def Subscribe(  # type: ignore[override]  # gRPC also accepts this kind of handler
         self,
@@ -497,8 +504,9 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     ) -> None:
         """Serve the stream of one replica."""
         try:
-            stream = await self._open(request_iterator)
-            await answer(context, stream.run(request_iterator))
+            live = LiveStream(context, request_iterator, self._alive)
+            stream = await self._open(live)
+            await live.answer(stream.run(live))
         except DeltasyncError as error:
             self._service.volumes.note(error)
             await abort(context, error)

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # It has no types.
+
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
-from deltasync.base.errors import DeltasyncError, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.words import counted
 
 logger = logging.getLogger(__name__)
@@ -21,7 +24,7 @@ _NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.
 class Connection:
     """The state of the connection to the service.
 
-    The client detects a peer that has vanished within 30 seconds.
+    The client notices within 30 seconds that the service has vanished, also behind a proxy that is still there.
 
     Attributes:
         connected: whether the service has answered on a stream that is still open.
@@ -167,7 +170,7 @@ def note_connecting() -> None:
     """Record that this process opens a channel.
 
     Raises:
-        ServiceUnavailable: as `check_process`.
+        ServiceUnavailable, InvalidInput: as `check_process`.
     """
     global _connected_in
     check_process()
@@ -179,7 +182,15 @@ def check_process() -> None:
 
     Raises:
         ServiceUnavailable: it was forked from a connected process; gRPC would hang or crash here.
+        InvalidInput: gevent has replaced its threads, but not those of gRPC; every greenlet would stand still.
     """
+    gevent = sys.modules.get("gevent.monkey")  # Not imported here: without it nothing is replaced.
+    # Another version of gRPC may not tell.
+    if gevent and gevent.is_module_patched("threading") and not getattr(cygrpc, "g_gevent_activated", True):
+        raise InvalidInput(
+            "gevent has patched this process, but not gRPC, which would block all greenlets: call "
+            "grpc.experimental.gevent.init_gevent() after monkey.patch_all(), before you connect"
+        )
     here = os.getpid()
     if _connected_in not in (None, here):
         raise ServiceUnavailable(

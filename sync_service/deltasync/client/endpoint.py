@@ -24,11 +24,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
     # Do not use a proxy that the environment sets for other purposes.
     ("grpc.enable_http_proxy", 0),
-    # Detect a hanging peer within 15 s. Without the third option this takes 65 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    # A new channel opens a new connection. Otherwise it would share a dead one with the process's other channels.
+    ("grpc.use_local_subchannel_pool", 1),
     # The client retries by itself (see `backoff`). gRPC's own pauses of up to two minutes would come on top.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -49,7 +46,7 @@ class Endpoint:
             service of several processes, the addresses of some of them, separated by commas. Any process names the
             owner of a model.
         token: identifies the caller. A service with roles refuses most calls without a token or a certificate.
-        timeout_seconds: timeout of a call. Streams have none.
+        timeout_seconds: timeout of a call, and of the first message on a stream.
         by: the caller's name in the service's log of changes.
         ca: PEM file of the CA of the service's certificate. gRPC uses TLS if it is set. HTTP uses TLS if the
             address is https://, by default with the CAs of this machine.

@@ -18,13 +18,14 @@ from deltasync.base.process import this_process
 from deltasync.base.waiting import backoff
 from deltasync.client.connection import Connection, Connectivity, ForkGuard, check_process
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.live_stream import LiveStream
 from deltasync.client.options import PublisherOptions
 from deltasync.client.route import Route
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import check_event_time
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
-from deltasync.v1 import publish_pb2
+from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.errors import is_final
 from deltasync.wire.messages import (
     changed_from_message,
@@ -76,7 +77,7 @@ class Part:
 
 logger = logging.getLogger(__name__)
 
-_Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishGoodbye | None]"
+_Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishGoodbye | tables_pb2.Alive | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
 
 # Timeout of the service's answer to a goodbye.
@@ -138,11 +139,7 @@ class Publisher:
     @property
     def connection(self) -> Connection:
         """The state of the connection, which the first part opens."""
-        if left := self._fork_guard.left:
-            return self._connectivity.forked(left)
-        if (stream := self._stream) and (error := stream.ending):
-            self._connectivity.note_lost(error)  # Without a part in flight, no other code notices.
-        return self._connectivity.now
+        return self._connectivity.forked(left) if (left := self._fork_guard.left) else self._connectivity.now
 
     def publish(self, part: Part) -> "Future[Position]":
         """Send a part, without waiting.
@@ -234,7 +231,7 @@ class Publisher:
     # The publisher's thread.
 
     def _run(self) -> None:
-        while (item := self._parts.get()) is not None:
+        while (item := self._next_part()) is not None:
             part, done = item
             try:
                 position = self._deliver(part)
@@ -248,6 +245,16 @@ class Publisher:
                 self._busy = False
                 done.set_result(position)
         self._drop_stream()
+
+    def _next_part(self) -> tuple[Part, Future[Position]] | None:
+        """Wait for the next part, and notice the end of the connection meanwhile."""
+        if self._stream:
+            try:
+                self._stream.idle()
+            except DeltasyncError as error:
+                self._drop_stream()
+                self._connectivity.note_lost(error)
+        return self._parts.get()
 
     def _deliver(self, part: Part) -> Position:
         pauses = backoff()
@@ -361,15 +368,13 @@ class _Stream:
         self._channel = endpoint.channel()
         publish = self._channel.stream_stream(_PUBLISH, serialized, publish_pb2.PublishResponse.FromString)
         self._call: _Call = publish(self._requests())
+        self._responses: LiveStream[publish_pb2.PublishResponse] = LiveStream(
+            self._call, str(endpoint), endpoint.timeout_seconds, lambda: self._parts.put(tables_pb2.Alive())
+        )
+        # The answer to the part that `begin` sent, or the error.
+        self._early: publish_pb2.PublishResponse | DeltasyncError | None = None
         self._opened: publish_pb2.PublishOpened | None = None
         self._begun: Part | None = None
-
-    @property
-    def ending(self) -> DeltasyncError | None:
-        """Why the connection has ended; None while it is open."""
-        if self._call.is_active() or not isinstance(self._call, grpc.RpcError):
-            return None
-        return self._endpoint.error_of(self._call)
 
     def begin(self, part: Part) -> None:
         """Start sending the part of the next `send` if the service has already accepted this rank."""
@@ -398,6 +403,19 @@ class _Stream:
         self._note_requests(opened)
         return opened, joined(changed)
 
+    def idle(self) -> None:
+        """Wait until the service answers the next part, which `begin` sends.
+
+        Raises:
+            DeltasyncError: the connection has ended before that part.
+        """
+        try:
+            self._early = self._receive()
+        except DeltasyncError as error:
+            if self._begun is None:
+                raise
+            self._early = error
+
     def send(self, part: Part) -> Position:
         """Send a part after `open`, and wait until its cut is sealed.
 
@@ -406,7 +424,10 @@ class _Stream:
         """
         if self._begun is not part:
             self._parts.put(part)
-        sealed = self._receive().sealed
+        early, self._early, self._begun = self._early, None, None
+        if isinstance(early, DeltasyncError):
+            raise early
+        sealed = (early or self._receive()).sealed
         self._note_requests(sealed)
         return position_from_message(sealed.position)
 
@@ -422,11 +443,12 @@ class _Stream:
         """Close the connection."""
         self._parts.put(None)
         self._call.cancel()
+        self._responses.close()
         self._channel.close()
 
     def _receive(self) -> publish_pb2.PublishResponse:
         try:
-            for response in self._call:
+            for response in self._responses:
                 return response
         except grpc.RpcError as error:
             raise self._endpoint.error_of(error) from error
@@ -438,7 +460,9 @@ class _Stream:
             if isinstance(part, publish_pb2.PublishGoodbye):
                 yield publish_pb2.PublishRequest(goodbye=part)
                 return
-            if fits_message(sum(rows.message_bytes for rows in part.rows)):
+            if isinstance(part, tables_pb2.Alive):
+                yield publish_pb2.PublishRequest(alive=part)
+            elif fits_message(sum(rows.message_bytes for rows in part.rows)):
                 end = self._close(part).SerializeToString()
                 yield whole_message([end], table_pieces(_pieces(part, self._slots)))
             else:

@@ -22,6 +22,7 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checkpoint_start import CheckpointStart, read_start
 from deltasync.client.connection import Connection, Connectivity, ForkGuard, check_process
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.live_stream import LiveStream
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
@@ -38,7 +39,7 @@ from deltasync.client.targets.target import (
 )
 from deltasync.core.position import Position, reaches
 from deltasync.core.tables import TableSpec
-from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.errors import is_final, of_connection
 from deltasync.wire.messages import (
     checksums_to_message,
@@ -51,7 +52,7 @@ from deltasync.wire.row_messages import ReceivedRows, SubscribeResponse, read_re
 logger = logging.getLogger(__name__)
 
 Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
-_Responses: TypeAlias = "grpc._CallIterator[SubscribeResponse]"
+_Responses: TypeAlias = LiveStream[SubscribeResponse]
 _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 # How long `close` waits until the service has received the last ack or the goodbye.
 _GOODBYE_SECONDS = 2.0
@@ -103,7 +104,7 @@ class Subscriber:
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
         self._closing = threading.Event()
-        self._call: _Responses | None = None
+        self._call: grpc._CallIterator[SubscribeResponse] | None = None
         self._requests: Requests | None = None
         self._gives_back = False  # Whether to return freed memory after the current release.
         self._let_in = False  # Whether the service has accepted this replica on the current stream.
@@ -285,8 +286,9 @@ class Subscriber:
             self._call = subscribe(iter(requests.get, None))
             if self._closing.is_set():
                 hang_up(requests)
+            responses = _responses(self._call, self._route.endpoint, requests)
             try:
-                self._take(self._call, requests)
+                self._take(responses, requests)
             except Exception as error:
                 # The service knows about an RpcError. After ServiceUnavailable, this replica reconnects.
                 if not isinstance(error, grpc.RpcError | ServiceUnavailable):
@@ -295,6 +297,7 @@ class Subscriber:
             finally:
                 requests.put(None)
                 self._call.cancel()
+                responses.close()
 
     def _open(self) -> subscribe_pb2.SubscribeRequest:
         options = self._options
@@ -489,6 +492,13 @@ def _arriving() -> Iterator[None]:
         raise
     except Exception as error:
         raise ServiceUnavailable(f"the stream is damaged, the replica reconnects: {error}") from error
+
+
+def _responses(call: Any, endpoint: Endpoint, requests: Requests) -> _Responses:
+    def say_alive() -> None:
+        requests.put(subscribe_pb2.SubscribeRequest(alive=tables_pb2.Alive()))
+
+    return LiveStream(call, str(endpoint), endpoint.timeout_seconds, say_alive)
 
 
 def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:

@@ -8,7 +8,6 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.log.brokers import LOOK_AT_BROKERS, BrokerOptions, Brokers, BrokerVolume, refused_by_brokers
@@ -22,6 +21,7 @@ from deltasync.log.jetstream_stream import (
     message_id,
     messages,
     model_of,
+    unsafe,
 )
 from deltasync.log.log_store import LogStore, LogUnavailable
 
@@ -150,7 +150,7 @@ class JetStreamLogs:
         """Make the stream of a log, or check the one that exists.
 
         Raises:
-            StorageFailed: the stream could lose acknowledged writes.
+            StorageFailed: the stream has lost acknowledged writes, or could.
         """
         config = {
             "name": subjects.stream,
@@ -172,7 +172,8 @@ class JetStreamLogs:
             answer = await self._brokers.ask(f"STREAM.UPDATE.{subjects.stream}", changed)
         if "error" in answer:
             raise StorageFailed(refused_by_brokers(subjects.stream, answer["error"]))
-        _check_config(subjects, answer["config"], self._options.replicas)
+        if trouble := unsafe(answer, self._options.replicas):
+            raise StorageFailed(f"{trouble}; or give the service another --log-prefix")
 
     async def _append_fence(self, subjects: LogSubjects, owner: Owner) -> Fence:
         """Append a fence for the owner, and retry while other processes append first."""
@@ -225,23 +226,6 @@ class JetStreamLogs:
             more = bool(answer.get("streams")) and len(names) < answer.get("total", 0)
         models = (model_of(self._options.prefix, name) for name in names)
         return sorted(model for model in models if model)
-
-
-def _check_config(subjects: LogSubjects, config: dict[str, Any], replicas: int) -> None:
-    """Check that a stream keeps all acknowledged writes.
-
-    Raises:
-        StorageFailed: its settings allow losing some.
-    """
-    limits = {name: config.get(name) for name in ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")}
-    wrong = [f"{name} {value}" for name, value in limits.items() if value not in (None, 0, -1)]
-    wrong += [] if config["storage"] == "file" else [f"storage {config['storage']}"]
-    wrong += [] if config["num_replicas"] >= replicas else [f"{config['num_replicas']} replicas"]
-    if wrong:
-        raise StorageFailed(
-            f"stream {subjects.stream} could lose acknowledged writes: {', '.join(wrong)}: set it to file "
-            f"storage, {replicas} replicas and no limits, or give the service another --log-prefix"
-        )
 
 
 def _risk_of(monitor: str) -> str:

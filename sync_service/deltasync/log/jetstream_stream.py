@@ -38,7 +38,6 @@ class Sender:
     They are ignored; see `JetStreamLogs`.
 
     Attributes:
-        trouble: why no message is acknowledged at present; empty if all is well.
         lost: why the sender has stopped; None while it runs.
         acknowledged: the sequence of the last acknowledged message.
     """
@@ -46,7 +45,7 @@ class Sender:
     def __init__(self, brokers: Brokers, subjects: "LogSubjects", fence: "Fence") -> None:
         self._brokers, self._fence = brokers, fence
         self._stream, self._fences = subjects.stream, subjects.fences
-        self.trouble = ""
+        self._silence = self._unsafe = ""  # Why no message is acknowledged, and why none is sent.
         self.lost: StorageFailed | None = None
         self.acknowledged = self._next = fence.sequence
         self._last_id, self._count = message_id(fence.session, 0), 0
@@ -58,6 +57,11 @@ class Sender:
         self._broken = False
         self._sound = asyncio.Event()
         self._sound.set()
+
+    @property
+    def trouble(self) -> str:
+        """Why no message is acknowledged at present; empty if all is well."""
+        return self._unsafe or self._silence
 
     async def run(self) -> None:
         """Append messages as they arrive, until the stream is lost or the task is cancelled."""
@@ -92,7 +96,13 @@ class Sender:
         self._sound.set()
 
     async def check(self) -> None:
-        """Check that the stream has all acknowledged messages and no foreign ones; if not, set `lost`."""
+        """Check that the stream has all acknowledged messages and no foreign ones; if not, set `lost`.
+
+        While the stream discards messages or may do so, send none: see `unsafe`.
+        """
+        if not self.lost and (info := await self._info()):
+            self._unsafe = unsafe(info, self._brokers.options.replicas)
+            self._moved.set()
         if self.lost or self._under_way or self._waiting or self._broken:
             return  # Appending checks it too.
         expected, landed = self.acknowledged, await self._landed()
@@ -113,6 +123,8 @@ class Sender:
             await self._publish(message)
 
     def _fits(self) -> bool:
+        if self._unsafe:
+            return False
         return not self._under_way or (len(self._under_way) < _WINDOW_MESSAGES and self._bytes < _WINDOW_BYTES)
 
     async def _publish(self, message: "Message") -> None:
@@ -152,14 +164,14 @@ class Sender:
 
     def _break(self, trouble: str) -> None:
         """Stop sending until `_find_out` has read the stream."""
-        self._broken, self.trouble = True, trouble or self.trouble
+        self._broken, self._silence = True, trouble or self._silence
         self._sound.clear()
         self._moved.set()
 
     def _land(self) -> None:
         message = self._under_way.popleft()
         self._bytes -= len(message.payload)
-        self.acknowledged, self._last_id, self.trouble = message.sequence, message.id, ""
+        self.acknowledged, self._last_id, self._silence = message.sequence, message.id, ""
         message.landed(message.sequence)
 
     async def _find_out(self) -> None:
@@ -170,7 +182,7 @@ class Sender:
             try:
                 await self._settle(await self._landed())
             except StorageFailed as error:
-                self.trouble = str(error)
+                self._silence = str(error)
                 await asyncio.sleep(pause)
             else:
                 break
@@ -206,12 +218,21 @@ class Sender:
         Raises:
             StorageFailed: no broker answers.
         """
+        info = await self._info()
+        return int(info["state"]["last_seq"]) if info else -1
+
+    async def _info(self) -> dict[str, Any] | None:
+        """Settings and state of the stream; None if it no longer exists.
+
+        Raises:
+            StorageFailed: no broker answers.
+        """
         answer = await self._brokers.ask(f"STREAM.INFO.{self._stream}")
         if "error" in answer:
             if answer["error"].get("code") == 404:
-                return -1
+                return None
             raise StorageFailed(refused_by_brokers(self._stream, answer["error"]))
-        return int(answer["state"]["last_seq"]) if answer["created"] == self._fence.created else -1
+        return answer if answer["created"] == self._fence.created else None
 
     async def _message(self, sequence: int) -> tuple[str, str] | None:
         """Subject and id of a message of the stream; None if it was purged.
@@ -234,6 +255,47 @@ class Sender:
             f"stream {self._stream} {what}: the brokers lost acknowledged writes; a checkpoint and the trainer "
             "supply the missing rows"
         )
+
+
+# Settings that make a stream discard messages, with the values that do not, and the flags that set these.
+_LIMITS = {
+    "max_msgs": ((None, 0, -1), "--max-msgs=-1"),
+    "max_bytes": ((None, 0, -1), "--max-bytes=-1"),
+    "max_age": ((None, 0), "--max-age=0s"),
+    "max_msgs_per_subject": ((None, 0, -1), "--max-msgs-per-subject=-1"),
+    "discard": (("new",), "--discard=new"),
+    "retention": (("limits",), "--retention=limits"),
+}
+
+
+def unsafe(info: dict[str, Any], replicas: int) -> str:
+    """How a stream has lost acknowledged messages or could lose them, and what to do; empty if neither.
+
+    Args:
+        info: settings and state of the stream.
+        replicas: the number of brokers that must keep it.
+    """
+    config = info["config"]
+    name = config["name"]
+    # The first message is the first owner's fence, which no owner removes.
+    if info["state"]["first_seq"] > int(config.get("first_seq") or 1):
+        return (
+            f"stream {name} has lost acknowledged writes: its first messages were discarded: restore it from a "
+            f"backup of the brokers; or stop the services, and remove it (nats stream rm {name}): they start from "
+            "the newest checkpoint, and the trainer sends later rows"
+        )
+    wrong = {each: flag for each, (right, flag) in _LIMITS.items() if config.get(each) not in right}
+    if config["num_replicas"] < replicas:
+        wrong["num_replicas"] = f"--replicas={replicas}"
+    if config["storage"] != "file":
+        wrong = {"storage": ""}
+    if not wrong:
+        return ""
+    remedy = f"nats stream edit {name} {' '.join(wrong.values())}"
+    if "storage" in wrong:
+        remedy = "give the service another --log-prefix"
+    settings = ", ".join(f"{each} {config.get(each)}" for each in wrong)
+    return f"stream {name} could lose acknowledged writes: {settings}: {remedy}"
 
 
 @dataclass

@@ -97,7 +97,9 @@ class Hosting:
         if model not in self._owned:
             return
         self._registry.end_streams(model)  # Now, because they report a newest version that may be outdated.
+        log = self._open.get(model)
         written = self._models.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
+        written = written and not (log and log.volume.trouble)
         if not written:  # First, because tasks would otherwise wait for writes that cannot succeed.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
         await self._let_go(model, partial(self._gone, model, reason), written=written)

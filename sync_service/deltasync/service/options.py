@@ -31,6 +31,9 @@ class ServiceOptions:
         replica_retention_seconds: drop a replica from its consumer's offset after it has been away this long.
         norm_limit: limit of the growth of a row's norm; None = no limit.
         limits: limits of clients' requests.
+        progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
+            readiness limit.
+        silence_seconds: end a stream on which either side sends nothing for this long.
     """
 
     data_dir: Path
@@ -49,6 +52,8 @@ class ServiceOptions:
     replica_retention_seconds: float = 3600.0
     norm_limit: NormLimit | None = None
     limits: LimitOptions = field(default_factory=LimitOptions)
+    progress_seconds: float = 5.0
+    silence_seconds: float = 15.0
 
     def __post_init__(self) -> None:
         most = self.log_max_bytes // 4

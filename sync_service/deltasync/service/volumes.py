@@ -48,14 +48,18 @@ class Volumes:
                 self._report(volume, refusal)
                 if await self._accepts(volume, refusal):
                     volume.recover(refusal)
-            if volume.refusal is None and volume.name in self._reported:
+            elif volume.trouble:  # Of brokers, which refuse no single file.
+                self._emit_once(volume, volume.trouble)
+            if not volume.trouble and volume.name in self._reported:
                 self._reported.remove(volume.name)
                 self._events.emit(EventKind.VOLUME_RECOVERED, "it accepts writes again", volume=volume.name)
 
     def _report(self, volume: Volume, refusal: Refusal) -> None:
+        self._emit_once(volume, f"{refusal.path}: {refusal.in_words}")
+
+    def _emit_once(self, volume: Volume, text: str) -> None:
         if volume.name not in self._reported:
             self._reported.add(volume.name)
-            text = f"{refusal.path}: {refusal.in_words}"
             self._events.emit(EventKind.VOLUME_FAILED, text, volume=volume.name)
 
     async def _accepts(self, volume: Volume, refusal: Refusal) -> bool:

@@ -310,6 +310,11 @@ PublishRequest: TypeAlias = publish_pb2.PublishRequest | ReceivedRows[publish_pb
 SubscribeResponse: TypeAlias = subscribe_pb2.SubscribeResponse | ReceivedRows[subscribe_pb2.ReleaseEnd]
 
 
+def is_alive(message: Any) -> bool:
+    """Whether a message of a stream is an `Alive`."""
+    return not isinstance(message, ReceivedRows) and bool(message.HasField("alive"))
+
+
 def read_request(raw: bytes) -> PublishRequest:
     """Read a publisher's request, with rows as views of its bytes.
 

@@ -48,16 +48,12 @@ def rank(running: RunningService) -> Iterator[RankStream]:
         yield rank
 
 
-@pytest.fixture
-def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle streams are not looked after."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+def _every(seconds: float) -> pytest.MarkDecorator:
+    """Have idle streams look for changes this often."""
+    return pytest.mark.parametrize("running", [{"progress_seconds": seconds}], indirect=True, ids=[f"{seconds:g}"])
 
 
-@pytest.fixture
-def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle streams are looked after often."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+UNASKED, WATCHFUL = _every(1000.0), _every(0.01)
 
 
 @pytest.fixture
@@ -305,7 +301,7 @@ def test_a_subscriber_of_any_budget_gets_all(running: RunningService, rank: Rank
         np.testing.assert_array_equal(target.tables[table.name], expected)
 
 
-@pytest.mark.usefixtures("unasked")
+@UNASKED
 def test_what_comes_while_it_is_busy_comes_as_one_release(running: RunningService, rank: RankStream) -> None:
     """It has four to apply: what changes meanwhile waits, and goes to it once, however often it has changed."""
     with ReplicaStream(running.grpc) as replica:
@@ -317,7 +313,7 @@ def test_what_comes_while_it_is_busy_comes_as_one_release(running: RunningServic
         assert (end.rows, end.position.version) == (6, 9)
 
 
-@pytest.mark.usefixtures("watchful")
+@WATCHFUL
 def test_a_busy_replica_is_told_that_there_is_more(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as replica:
         first, *_ = be_busy(rank, replica)
@@ -373,7 +369,7 @@ def wrong_ack(applied: Position) -> subscribe_pb2.SubscribeRequest:
     return message
 
 
-@pytest.mark.usefixtures("unasked")
+@UNASKED
 def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look_into(
     running: RunningService, rank: RankStream
 ) -> None:
@@ -415,7 +411,7 @@ def test_bytes_may_be_acknowledged_before_what_they_are_of(running: RunningServi
         assert line["unacked"] == 0
 
 
-@pytest.mark.usefixtures("unasked")
+@UNASKED
 def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +458,7 @@ def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -
     assert offset_of(running, "p0") == 2
 
 
-@pytest.mark.usefixtures("unasked")
+@UNASKED
 def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as older:
         older.release()
@@ -497,7 +493,7 @@ def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStre
     assert rows_of(running).keys() == {USER.name, ITEM.name}
 
 
-@pytest.mark.usefixtures("watchful")
+@WATCHFUL
 def test_an_idle_replica_keeps_no_release_alive(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

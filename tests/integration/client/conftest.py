@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.fleet import Trainer, release_at_once
@@ -13,16 +14,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def watchful(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it does, and idle streams are looked after often."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
-
-
-@pytest.fixture
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningService]:
-    """Has a consumer for each of the file's POLICIES, and copies checkpoints if the file has CHECKPOINTS."""
-    url = str(tmp_path / "checkpoints") if getattr(request.module, "CHECKPOINTS", False) else None
-    with RunningService(tmp_path / "data", policies=request.module.POLICIES, checkpoints=url) as service:
+    """A service with the file's POLICIES and OPTIONS, which copies checkpoints if the file has CHECKPOINTS."""
+    file = request.module
+    url = str(tmp_path / "checkpoints") if getattr(file, "CHECKPOINTS", False) else None
+    options: dict[str, Any] = {"policies": file.POLICIES, "checkpoints": url} | getattr(file, "OPTIONS", {})
+    options |= getattr(request, "param", {})
+    with RunningService(tmp_path / "data", **options) as service:
         yield service
 
 

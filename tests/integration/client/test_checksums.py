@@ -166,6 +166,7 @@ class Forgetful(Recorder):
             self.tables[self._table][5] = 0
 
 
+@pytest.mark.parametrize("service", [{"progress_seconds": 0.01}], indirect=True, ids=["repaired often"])
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("lossy", [1, 3])
 def test_a_first_release_that_arrives_damaged_is_repaired_too(
@@ -177,7 +178,6 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
 ) -> None:
     """Again and again, while the target goes on losing rows; and no longer."""
     monkeypatch.setattr("deltasync.api.acks._PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     target = Forgetful(lossy)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         lag = wait_until_in_sync(service, consumer, trainer.publish_all())

@@ -420,7 +420,6 @@ def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
     tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
     target = TorchTarget(compiled_model(package))
 
     def output() -> torch.Tensor:
@@ -429,7 +428,7 @@ def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
             return found
 
     with (
-        RunningService(tmp_path / "data") as service,
+        RunningService(tmp_path / "data", progress_seconds=0.02) as service,
         Trainer(service.grpc, tables_of(as_written(1))) as trainer,
         follow(service, "predictors", "a", target),
     ):

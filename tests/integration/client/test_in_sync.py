@@ -46,8 +46,10 @@ from deltasync.client import CallbackTarget, NotFound, NumpyTarget, Policy, Posi
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.rows import Ids, Values
 
-pytestmark = pytest.mark.usefixtures("watchful")
+pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5)}
+# Idle streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 CONSUMERS = ["top", "predictors"]
 SHOP = TableSpec("shop", 20, 4)
 
@@ -246,7 +248,7 @@ def test_what_changes_while_nothing_is_published_is_repaired(service: RunningSer
 
 def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> None:
     with (
-        RunningService(tmp_path / "data") as service,
+        RunningService(tmp_path / "data", **OPTIONS) as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "a", Recorder()) as first,
         lost(follow(service, "predictors", "b", Recorder())),
@@ -256,7 +258,10 @@ def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> 
         wait_until_in_sync(service, "predictors", head)
     target = Recorder()
     target.tables = {table.name: trainer.rows[table.name].copy() for table in TABLES}
-    with RunningService(tmp_path / "data") as service, follow(service, "predictors", "a", target, held=first.held):
+    with (
+        RunningService(tmp_path / "data", **OPTIONS) as service,
+        follow(service, "predictors", "a", target, held=first.held),
+    ):
         lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
         assert lag["state"] == "delivered"
         assert lag["reason"].endswith("checksums yet: b; away: b")

@@ -52,7 +52,9 @@ POLICIES = {
     "top": Policy(top_k=0.5, ready_within_seconds=LIMIT),
     "quick": Policy(ready_within_seconds=1),
 }
-pytestmark = pytest.mark.usefixtures("watchful")
+# Idle streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
+pytestmark = pytest.mark.usefixtures("quick")
 EVERY = ["predictors", "limited", "top"]
 WITH_LIMIT = ["limited", "top"]
 
@@ -198,7 +200,7 @@ def test_a_pause_of_the_trainer_keeps_replicas_ready(
 
 @pytest.mark.parametrize("consumer", EVERY)
 def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_path: Path, consumer: str) -> None:
-    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+    with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
         with Trainer(service.grpc) as trainer, follow(service, consumer, "a", NumpyTarget()) as replica:
             replica.wait_for(trainer.publish_all(), WAIT)
         address, held = service.grpc, replica.held
@@ -208,7 +210,9 @@ def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_
     with Subscriber(options, target) as replica:
         while not replica.readiness.reason.startswith("it reconnects"):
             assert not replica.ready
-        with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=int(address.rpartition(":")[2])):
+        with RunningService(
+            tmp_path / "data", policies=POLICIES, grpc_port=int(address.rpartition(":")[2]), **OPTIONS
+        ):
             replica.wait_until_ready(WAIT)
             assert replica.held == held
 
@@ -290,7 +294,7 @@ with Subscriber(options, NumpyTarget()) as replica:
 @pytest.mark.nightly
 def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> None:
     """Nobody answers it any more when it goes on: it has what had come meanwhile."""
-    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+    with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         process = subprocess.Popen(
@@ -308,7 +312,7 @@ def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> Non
             process.send_signal(signal.SIGCONT)
             assert ask(process, "now") == "False"
             port = int(service.grpc.rpartition(":")[2])
-            with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port):
+            with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port, **OPTIONS):
                 assert ask(process, "wait") == "True"
 
 
@@ -323,7 +327,7 @@ def ask(process: "subprocess.Popen[str]", what: str) -> str:
 @pytest.mark.parametrize("consumer", ["quick", "predictors"])
 def test_when_the_service_is_gone_the_limit_counts_though_nothing_comes(tmp_path: Path, consumer: str) -> None:
     told = Told()
-    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+    with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
         replica = follow(service, consumer, "a", NumpyTarget(), on_readiness=told)
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
@@ -371,13 +375,16 @@ def test_what_was_held_of_another_history_shows_nothing_of_what_had_to_be_repair
 ) -> None:
     """Of the rows that take its place nobody has said that they are new."""
     target = Damaging()
-    with RunningService(tmp_path / "one", policies=POLICIES) as service, Trainer(service.grpc) as trainer:
+    with (
+        RunningService(tmp_path / "one", policies=POLICIES, **OPTIONS) as service,
+        Trainer(service.grpc) as trainer,
+    ):
         replica, port = follow(service, "limited", "a", target), int(service.grpc.rpartition(":")[2])
         trainer.publish_all()
         replica.wait_until_ready(WAIT)
     monkeypatch.setattr("deltasync.model.model.Model.behind_ns", lambda *_: int(2 * LIMIT * 1e9))
     target.damages.append("item")
-    with replica, RunningService(tmp_path / "other", policies=POLICIES, grpc_port=port) as service:
+    with replica, RunningService(tmp_path / "other", policies=POLICIES, grpc_port=port, **OPTIONS) as service:
         with Trainer(service.grpc) as trainer:
             replica.wait_for(trainer.publish_all(), WAIT)
         assert [release.resync for release in target.releases] == [True, True, False]

@@ -24,10 +24,12 @@ TABLES = [
 ]
 
 pytestmark = [
-    pytest.mark.usefixtures("watchful"),
+    pytest.mark.usefixtures("quick"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
 ]
 POLICIES: dict[str, Policy] = {}
+# Idle streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 
 
 def as_trained(trainer: Trainer) -> Model:

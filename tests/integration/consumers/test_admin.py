@@ -140,11 +140,9 @@ def test_bodies_that_describe_nothing_are_refused(
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("running", [{"progress_seconds": 1000.0}], indirect=True, ids=["idle"])
 @pytest.mark.parametrize("published", [False, True])
-def test_deleting_a_consumer_disconnects_its_replicas_at_once(
-    running: RunningService, monkeypatch: pytest.MonkeyPatch, published: bool
-) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+def test_deleting_a_consumer_disconnects_its_replicas_at_once(running: RunningService, published: bool) -> None:
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="probes") as replica:
         if published:
             rank.opened()

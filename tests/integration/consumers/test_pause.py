@@ -39,14 +39,13 @@ TOP = Policy(top_k=3, ready_within_seconds=20)
 
 
 @pytest.fixture(autouse=True)
-def progress_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     release_at_once(monkeypatch)
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies={"top": TOP}) as service:
+    with RunningService(tmp_path / "data", policies={"top": TOP}, progress_seconds=0.02) as service:
         yield service
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.brokers import Brokers
@@ -187,14 +188,74 @@ def test_a_stream_that_could_lose_something_is_refused_until_it_could_not(broker
     config = {"name": names.stream, "subjects": [names.subjects], "storage": "file", "max_msgs": 5}
     ask = process.logs._brokers.ask
     process.logs._brokers.run(ask(f"STREAM.CREATE.{names.stream}", config))
-    with pytest.raises(StorageFailed, match="max_msgs 5: set it to file storage, 1 replicas and no limits, or "):
+    remedy = (
+        f"nats stream edit {names.stream} --max-msgs=-1 --discard=new; or give the service another --log-prefix"
+    )
+    with pytest.raises(StorageFailed, match=f"could lose acknowledged writes: max_msgs 5, discard old: {remedy}"):
         process.open()
     other = Process(replace(wanted, prefix=next(PREFIXES)))
     other.open().put("n", b"1").result(TIMEOUT)
-    process.logs._brokers.run(ask(f"STREAM.UPDATE.{names.stream}", config | {"max_msgs": -1}))
+    brokers.edit(names.stream, max_msgs=-1, discard="new")
     process.open().put("n", b"1").result(TIMEOUT)
     for each in (process, other):
         each.logs.close()
+
+
+DISCARDING: dict[str, dict[str, Any]] = {
+    "max_age 3600000000000: nats stream edit STREAM --max-age=0s": {"max_age": 3600 * 10**9},
+    "max_msgs 900: nats stream edit STREAM --max-msgs=-1": {"max_msgs": 900},
+    "max_bytes 1000000: nats stream edit STREAM --max-bytes=-1": {"max_bytes": 1_000_000},
+    "max_msgs_per_subject 90: nats stream edit STREAM --max-msgs-per-subject=-1": {"max_msgs_per_subject": 90},
+    "discard old: nats stream edit STREAM --discard=new": {"discard": "old"},
+}
+SAFE: dict[str, Any] = {
+    "max_age": 0,
+    "max_msgs": -1,
+    "max_bytes": -1,
+    "max_msgs_per_subject": -1,
+    "discard": "new",
+}
+
+
+@pytest.mark.parametrize("said", DISCARDING)
+def test_nothing_is_written_while_a_stream_could_discard_it(brokers: Brokers, said: str) -> None:
+    process = Process(options(brokers))
+    log = process.open()
+    log.append("cuts/m", 1, 0, 0, b"rows").result(TIMEOUT)
+    brokers.edit(log.subjects.stream, **DISCARDING[said])
+    assert process.logs.lost("clicks") is None
+    assert log.trouble == f"stream {log.subjects.stream} could lose acknowledged writes: {said}".replace(
+        "STREAM", log.subjects.stream
+    )
+    assert log.trouble in log.volume.trouble
+    waiting = log.append("cuts/m", 2, 0, 0, b"rows")
+    assert process.logs.lost("clicks") is None  # A round trip, with which the write would have been done.
+    assert not waiting.done()
+    brokers.edit(log.subjects.stream, **SAFE)
+    assert process.logs.lost("clicks") is None
+    waiting.result(TIMEOUT)
+    assert log.trouble == log.volume.trouble == ""
+    process.logs.close()
+
+
+def test_a_stream_that_has_discarded_its_beginning_takes_no_write_and_is_not_opened(
+    two: tuple[Process, Process], brokers: Brokers
+) -> None:
+    a, b = two
+    log = a.open()
+    for number in range(5):
+        log.append("cuts/m", number, 0, 0, b"rows").result(TIMEOUT)
+    brokers.edit(log.subjects.stream, max_msgs=3, discard="old")
+    brokers.edit(log.subjects.stream, **SAFE)
+    assert a.logs.lost("clicks") is None
+    said = f"stream {log.subjects.stream} has lost acknowledged writes: its first messages were discarded"
+    assert said in log.trouble
+    assert f"nats stream rm {log.subjects.stream}" in log.trouble
+    waiting = log.append("cuts/m", 5, 0, 0, b"rows")
+    with pytest.raises(StorageFailed, match=said):
+        b.open()
+    assert not waiting.done()
+    a.logs.close_log("clicks", written=False)
 
 
 def test_a_record_that_brokers_have_lost_is_no_more_once_the_log_is_read_anew(

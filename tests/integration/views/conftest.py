@@ -12,8 +12,9 @@ from deltasync.client import Admin
 def service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> Iterator[RunningService]:
-    """Has a consumer for each of the file's POLICIES; no replica is ever taken for damaged, and none stops."""
-    with RunningService(tmp_path / "data", policies=request.module.POLICIES) as running:
+    """A service with the file's POLICIES and OPTIONS, in which no replica differs or stops."""
+    options = getattr(request.module, "OPTIONS", {})
+    with RunningService(tmp_path / "data", policies=request.module.POLICIES, **options) as running:
         yield running
     said = [record.getMessage() for record in caplog.get_records("call")]
     assert not [each for each in said if "holds other rows" in each]

@@ -47,7 +47,7 @@ def named(target: NumpyTarget) -> tuple[int, str, dict[str, bytes]]:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+    with RunningService(tmp_path / "data", policies=POLICIES, progress_seconds=0.05) as service:
         yield service
 
 
@@ -83,9 +83,8 @@ def test_a_fleet_is_rolled_back_and_goes_on(service: RunningService, admin: Admi
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_reading_has_the_name_of_its_rows_and_no_other(
-    service: RunningService, admin: Admin, consumer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, admin: Admin, consumer: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.05)
     checkpoints = str(tmp_path / "data/checkpoints")
     targets, value_type = [NumpyTarget(), NumpyTarget(reads="copies")], VALUE_TYPES.get(consumer, ValueType.FP32)
 

@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,15 +43,16 @@ POLICIES = {
     "user": Policy(tables=("user",), top_k=2),
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
+# Streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 ALL_ROWS = USER.rows + ITEM.rows
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once, and streams look for a change often."""
+    """Release rows that are left over at once."""
     release_at_once(monkeypatch)
     monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
 def rows_of(release: Release) -> int:
@@ -87,7 +89,7 @@ def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
 def test_a_view_that_cannot_come_back_begins_anew_and_others_go_on(tmp_path: Path) -> None:
     lost, other = Recorder(), Recorder()
     with (
-        RunningService(tmp_path / "data", policies=POLICIES) as service,
+        RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service,
         Trainer(service.grpc) as trainer,
         follow(service, "top", "a", lost) as top,
         follow(service, "user", "a", other) as user,
@@ -100,7 +102,7 @@ def test_a_view_that_cannot_come_back_begins_anew_and_others_go_on(tmp_path: Pat
         log.put(view_name("top"), pack_json(record | {"model_history": "another"})).result()
     sizes = {id(each): len(each.releases) for each in (lost, other)}
     with (
-        RunningService(tmp_path / "data", policies=POLICIES) as service,
+        RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service,
         Trainer(service.grpc, run="r2", started=2) as trainer,
         follow(service, "top", "a", lost, held=top.held),
         follow(service, "user", "a", other, held=user.held),
@@ -121,13 +123,16 @@ def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_ser
 ) -> None:
     policies = {"small": Policy(max_bytes=100)}
     wide = TableSpec("wide", 5, 512)
-    with RunningService(tmp_path / "data", policies=policies) as service:
+    with RunningService(tmp_path / "data", policies=policies, **OPTIONS) as service:
         with Trainer(service.grpc, [USER]) as trainer:
             trainer.publish_all()
         with Trainer(service.grpc, [USER, wide], run="r2", started=2) as trainer:
             trainer.publish_all()
     target = Recorder()
-    with RunningService(tmp_path / "data", policies=policies) as service, follow(service, "small", "a", target):
+    with (
+        RunningService(tmp_path / "data", policies=policies, **OPTIONS) as service,
+        follow(service, "small", "a", target),
+    ):
         wait_for_lag(service, "small", lambda lag: lag["state"] == "in sync")
         assert target.bytes() == trainer.expected()
 

@@ -26,13 +26,14 @@ from deltasync.core.value_types import ValueType
 from deltasync.views.log import ViewLog
 
 POLICIES = {"top": Policy(top_k=5)}
+# Idle streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once, and streams look for a change often."""
+    """Release rows that are left over at once."""
     release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
 def given_as(

@@ -1,12 +1,15 @@
 """What a client says of its connection and of what fails there, and how often the log does."""
 
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.base.errors import ServiceUnavailable
+from deltasync.base.errors import InvalidInput, ServiceUnavailable
+from deltasync.client import NumpyTarget, Publisher, PublisherOptions, Subscriber, SubscriberOptions
 from deltasync.client.connection import Connectivity, should_log
 from deltasync.client.http import meaning
 
@@ -119,3 +122,17 @@ def test_what_is_known_is_said(details: str, tls: bool, certificate: bool, said:
     found = meaning(details, tls=tls, certificate=certificate)
     assert found.startswith(said) or said in found
     assert bool(found) == bool(said)
+
+
+def test_a_process_that_gevent_has_patched_without_grpc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", patched)
+    said = r"gevent has patched .*: call grpc\.experimental\.gevent\.init_gevent\(\) after monkey\.patch_all"
+    with pytest.raises(InvalidInput, match=said):
+        Subscriber(SubscriberOptions(service="127.0.0.1:1", consumer="predictors"), NumpyTarget())
+    options = PublisherOptions(service="127.0.0.1:1", model="clicks", run="r", run_started_unix_ns=1)
+    with pytest.raises(InvalidInput, match=said):
+        Publisher(options, [], [])
+    patched.is_module_patched = lambda _: False
+    with Publisher(options, [], []) as publisher:
+        assert not publisher.connection.connected

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[2]
-PROMISES = {str(number) for number in range(1, 15)}
+PROMISES = {str(number) for number in range(1, 16)}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NIGHTLY = "pytest.mark.nightly"
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 from tests.support.local_service import opened, publish, sources
 from tests.support.log import log_of
 from tests.unit.support.async_tests import in_service
@@ -77,11 +76,8 @@ async def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_publish
     assert await ask(service, "top") == "empty"
 
 
-@in_service()
-async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+@in_service(progress_seconds=1000.0)
+async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(service: Service) -> None:
     await service.consumers.create("plain", "clicks", Policy())
     opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
     stream = ReplicaStream(streams_of(service), opening).run(silence())

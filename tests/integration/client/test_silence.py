@@ -1,0 +1,103 @@
+"""Connections that look alive, because a proxy answers pings, while nothing passes through them."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.support.fleet import WAIT, Recorder, Trainer, follow, wait_until_in_sync
+from tests.support.grpc_proxy import GrpcProxy
+from tests.support.server import RunningService
+from tests.support.waiting import wait_for
+from tests.support.wire import RankStream, ReplicaStream
+
+from deltasync.client import Endpoint, Subscriber
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    with RunningService(tmp_path_factory.mktemp("service"), silence_seconds=1.0) as service:
+        yield service
+
+
+@pytest.fixture
+def proxy(service: RunningService) -> Iterator[GrpcProxy]:
+    with GrpcProxy(service.grpc) as proxy:
+        yield proxy
+
+
+def follow_through(proxy: GrpcProxy, target: Recorder) -> Subscriber:
+    return follow(type("Proxied", (), {"grpc": proxy.address})(), "predictors", "p", target)
+
+
+def test_both_sides_of_a_dead_connection_notice_and_go_on(service: RunningService, proxy: GrpcProxy) -> None:
+    target = Recorder()
+    with Trainer(proxy.address) as trainer, follow_through(proxy, target) as replica:
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        before = [*proxy.peers]
+        proxy.fall_silent()
+        head = trainer.change(5)
+        replica.wait_for(head, WAIT)
+        wait_until_in_sync(service, "predictors", head)
+        assert target.bytes() == trainer.expected()
+        assert "has sent nothing for 1 s" in replica.connection.last_error
+        assert "has sent nothing for 1 s" in trainer.publisher.connection.last_error
+        assert len(before) == 2
+        assert len({*proxy.peers}) == 4, "each stream has its own connection"
+
+
+def test_an_idle_publisher_and_the_service_notice_that_its_connection_is_dead(
+    service: RunningService, proxy: GrpcProxy
+) -> None:
+    with Trainer(proxy.address, run="idle", started=2) as trainer:
+        trainer.publish_all()
+        proxy.fall_silent()
+        wait_for(lambda: not trainer.publisher.connection.connected)
+        assert "has sent nothing for 1 s" in trainer.publisher.connection.last_error
+        (rank,) = wait_for(lambda: [each for each in ranks_of(service) if not each["connected"]])
+        assert rank["left"] == "nothing has come from it for 1 s"
+        trainer.change(1)
+        assert trainer.publisher.connection.connected
+
+
+def test_a_replica_whose_stream_is_dead_counts_as_away(service: RunningService, proxy: GrpcProxy) -> None:
+    with Trainer(service.grpc, run="away", started=3) as trainer, follow_through(proxy, Recorder()):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        events = len(lost(service))
+        proxy.fall_silent()
+        (event,) = wait_for(lambda: lost(service)[events:])
+        assert event == "nothing has come from it for 1 s"
+
+
+def test_a_service_that_answers_nothing_is_given_up_after_the_timeout_of_the_endpoint(
+    service: RunningService, proxy: GrpcProxy
+) -> None:
+    proxy.fall_silent(for_good=True)
+    endpoint = Endpoint(proxy.address, timeout_seconds=0.5)
+    with follow(type("Proxied", (), {"grpc": endpoint})(), "predictors", "p", Recorder()) as replica:
+        wait_for(lambda: "has sent nothing for 0.5 s" in replica.connection.last_error)
+        assert not replica.ready
+
+
+def test_a_client_that_never_sends_alive_may_be_silent(service: RunningService, proxy: GrpcProxy) -> None:
+    """It may be one in another language, or an example."""
+    model = "by-hand"
+    with RankStream(service.grpc, model=model) as rank, ReplicaStream(service.grpc, replica="by-hand") as replica:
+        rank.publish_all()
+        replica.until("opened")
+        events = len(lost(service))
+        with follow_through(proxy, Recorder()) as later:
+            wait_for(lambda: later.connection.connected)
+            proxy.fall_silent()
+            wait_for(lambda: lost(service)[events:])
+        (line,) = service.get_json("/consumers/predictors/lag")["replicas"]
+        assert (line["replica"], line["connected"]) == ("by-hand", True)
+        (rank_line,) = next(each["ranks"] for each in service.get_json("/models") if each["model"] == model)
+        assert rank_line["connected"]
+
+
+def ranks_of(service: RunningService) -> list[dict[str, object]]:
+    ranks: list[dict[str, object]] = service.get_json("/models")[0]["ranks"]
+    return ranks
+
+
+def lost(service: RunningService) -> list[str]:
+    return [each["text"] for each in service.get_json("/events") if each["event"] == "replica_lost"]
