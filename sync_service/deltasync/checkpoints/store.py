@@ -172,6 +172,11 @@ class CheckpointStore:
     def _places(self) -> list[Place]:
         return [self._local, self._remote] if self._remote else [self._local]
 
+    @property
+    def newest_id(self) -> str:
+        """The id of the newest checkpoint that this process has seen or begun; empty if there is none."""
+        return self._newest_id
+
     # Reading.
 
     def manifests(self) -> CheckpointListing:
