@@ -4,7 +4,7 @@ A line has the versions that the replicas had proven at one moment. A new one is
 something has changed, and once a minute otherwise.
 
 Each history has its own clock, which numbers its lines and runs only while the service looks at the consumer. So
-the difference of two lines is the time that the service saw, however long it was away and whatever a wall clock did.
+the difference of two lines is the time that the service saw, however long it was away and whatever the clock did.
 """
 
 import zlib

@@ -42,6 +42,7 @@ class _Watched:
         written: the newest line in the log.
         present: what the last look found, with the time until then.
         looked: when that was.
+        processes: stands for the processes of the connected replicas, by the last look.
         recorded: seals that lines have as held by the present replicas.
     """
 
@@ -49,6 +50,7 @@ class _Watched:
     written: HistoryLine
     present: HistoryLine
     looked: Moment
+    processes: set[int] = field(default_factory=set)
     recorded: set[int] = field(default_factory=set)
 
 
@@ -137,8 +139,14 @@ class Histories:
         seen_ns = min(max(1, now.after_ns(watched.looked)), LONGEST_LOOK_NS)
         written, stream = watched.written, history_stream(name)
         line = line_of(consumer, feed, before, now.unix_ns, before.watched_ns + seen_ns)
-        line = replace(line, held=_held(consumer, feed, line, watched), after_ns=written.watched_ns)
-        watched.present, watched.looked = line, now
+        processes = _processes(consumer)
+        line = replace(
+            line,
+            fleet=f"{sum(processes) % 2**64:016x}" if processes else "",
+            held=_held(consumer, feed, line, watched, processes),
+            after_ns=written.watched_ns,
+        )
+        watched.present, watched.looked, watched.processes = line, now, processes
         self._watched[name] = watched
         is_due = line.replicas and line.watched_ns >= written.watched_ns + _REPEAT_NS
         if not is_due and not _says_more(line, written):
@@ -168,7 +176,7 @@ def _newest_line(log: LogStore, consumer: str) -> HistoryLine:
 
 
 def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: int, watched_ns: int) -> HistoryLine:
-    """What the replicas of a consumer have proven now, without `held`; `before` is the line before."""
+    """What each replica of a consumer has proven now; `before` is the line before."""
     newest, versions = 0, dict[str, int]()
     for replica in sorted(consumer.fleet, key=lambda each: each.name):
         number = offset_in(feed.history, feed.seal_of, replica.applied)
@@ -182,7 +190,6 @@ def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: in
         number=newest,
         follows=(follows.name or str(follows.version)) if follows else "",
         replicas=versions,
-        fleet=_fleet_of(consumer.connected),
         objections=consumer.objection.withdrawn if consumer.objection else 0,
     )
     if (head := feed.head_of(newest)) is None:
@@ -211,20 +218,22 @@ def _proves_now(consumer: Consumer, replica: Replica) -> bool:
     return replica.checked or consumer.policy.mode is Mode.IDS
 
 
-def _fleet_of(connected: list[Replica]) -> str:
+def _processes(consumer: Consumer) -> set[int]:
     # Without the id of a process, each connection counts as another one.
-    processes = (f"{each.name}/{each.instance or each.since_ns}" for each in connected)
-    total = sum(map(xxhash.xxh3_64_intdigest, processes)) % 2**64
-    return f"{total:016x}" if connected else ""
+    names = (f"{each.name}/{each.instance or each.since_ns}" for each in consumer.connected)
+    return {xxhash.xxh3_64_intdigest(each.encode()) for each in names}
 
 
-def _held(consumer: Consumer, feed: Feed, line: HistoryLine, watched: _Watched) -> tuple[int, ...]:
+def _held(
+    consumer: Consumer, feed: Feed, line: HistoryLine, watched: _Watched, processes: set[int]
+) -> tuple[int, ...]:
     """The seals of versions that every connected replica holds exactly, or has held since the line before."""
-    connected, before = consumer.connected, watched.present
-    if (line.fleet, line.objections) != (before.fleet, before.objections):  # Only what they hold now counts on.
-        watched.recorded = set()
+    connected, withdrawn = consumer.connected, line.objections != watched.present.objections
+    if watched.processes - processes or withdrawn:  # What they held before the loss of one counts no more.
         for each in connected:
             each.held.clear()
+    if watched.processes != processes or withdrawn:
+        watched.recorded = set()
     seals = {version: feed.seals.checksum_of(version) for version in set(line.replicas.values())}
     for each in connected:
         if _proves_now(consumer, each) and not each.damaged:

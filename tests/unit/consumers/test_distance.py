@@ -71,7 +71,10 @@ def test_time_counts_only_while_all_processes_that_held_the_version_are_connecte
 
 
 def test_time_without_lines_does_not_count() -> None:
-    restarted = [*lines([20], [20]), replace(lines([20], first=2)[0], watched_ns=2 * SECOND + 1, after_ns=2 * SECOND)]
+    restarted = [
+        *lines([20], [20]),
+        replace(lines([20], first=2)[0], watched_ns=2 * SECOND + 1, after_ns=2 * SECOND),
+    ]
     assert seconds_since_held(restarted, 0)[20] == pytest.approx(1.0), "the service was away"
     missing = [lines([20])[0], lines([20], first=9)[0]]
     assert seconds_since_held(missing, 0) == {20: 0.0}, "a line between could not be written"
@@ -104,7 +107,10 @@ def test_an_objection_stops_it_and_takes_out_what_was_kept_before_its_end() -> N
     assert why == "stays, because consumer 'canary' objects since 1970-01-01T00:00:00Z by monitor: AUC fell"
     withdrawn = replace(objection, until_unix_ns=2, until_id="20")
     after = lines([20], [20], [20], [25], [25], objections=1)
-    assert step(after, objection=withdrawn)[1] == "not all replicas of consumer 'canary' have held a later kept version, behind are r"
+    assert (
+        step(after, objection=withdrawn)[1]
+        == "not all replicas of consumer 'canary' have held a later kept version, behind are r"
+    )
     assert step(lines([20], [30], [30], objections=1), objection=withdrawn)[0] is None
     assert step(lines([20], [30], [30], [30], objections=1), objection=withdrawn)[0] == 30
     everything = replace(withdrawn, until_id="30")
