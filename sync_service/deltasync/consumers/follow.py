@@ -70,10 +70,15 @@ class Follow:
         return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}{distance}"
 
     @property
+    def versions(self) -> list[KeptVersion]:
+        """The kept versions that it needs."""
+        before = self.distance.before if self.distance else None
+        return [self.kept, before] if before else [self.kept]
+
+    @property
     def ids(self) -> set[str]:
         """The ids of the kept versions that it needs."""
-        before = self.distance.before if self.distance else None
-        return {self.kept.id, before.id} if before else {self.kept.id}
+        return {each.id for each in self.versions}
 
     def gone_on(self, kept: KeptVersion, now_unix_ns: int, by: str) -> "Follow":
         """The same distance at another version. After going back, it cannot go back further."""
