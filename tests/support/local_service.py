@@ -12,6 +12,7 @@ from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
 from deltasync.api.process import sources_of
+from deltasync.base.clock import Moment
 from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
@@ -28,13 +29,33 @@ from deltasync.wire.row_messages import ReceivedRows, read_request
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
 
+class SetClock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self._ns, self._ahead_ns = 10**18, 0
+
+    def __call__(self) -> Moment:
+        return Moment(self._ns + self._ahead_ns, self._ns)
+
+    def wait(self, seconds: float) -> None:
+        self._ns += int(seconds * 1e9)
+
+    def set_ahead(self, seconds: float) -> None:
+        """Set the wall clock so far ahead of the right time."""
+        self._ahead_ns = int(seconds * 1e9)
+
+
 @asynccontextmanager
 async def opened(
-    data_dir: Path, listener: Callable[[Event], None] | None = None, **settings: Any
+    data_dir: Path,
+    listener: Callable[[Event], None] | None = None,
+    clock: Callable[[], Moment] = Moment.now,
+    **settings: Any,
 ) -> AsyncIterator[Service]:
     """A service after recovery. `listener` gets all events from the start."""
     async with asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
+        service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks, clock=clock)
         if listener:
             service.events.listen(listener)
         try:

@@ -74,6 +74,9 @@ class MemoryStore:
             if first <= address[0] <= last:
                 yield Record(*address, memoryview(record))
 
+    def newest(self, stream: str) -> int:
+        return max((address[0] for address in self._disk.streams.get(stream, {})), default=0)
+
     def items(self, prefix: str) -> dict[str, bytes]:
         small = sorted(self._disk.small.items())
         return {name[len(prefix) :]: value for name, value in small if name.startswith(prefix)}

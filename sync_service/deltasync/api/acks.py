@@ -18,7 +18,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.comparison import ComparisonStatus, TableComparison
 from deltasync.core.position import Position
 from deltasync.core.seal import seal_of
-from deltasync.core.table_form import TableForm
+from deltasync.core.table_form import Mode, TableForm
 from deltasync.model.feed import Feed
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
@@ -453,6 +453,8 @@ class Acks:
             return
         if sent and (model := self._models.get(self._consumer.model)):
             self.times.note_held(sent, model)
+        if sent and self.feed and (ack.sums or self._consumer.policy.mode is Mode.IDS):
+            self._replica.note_held(self.feed.seals.checksum_of(sent.version))
         if acked.compared:  # And nothing differs.
             if self._replica.damaged and ack.sums:
                 names = ", ".join(self._replica.damaged)

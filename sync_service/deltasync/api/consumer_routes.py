@@ -68,7 +68,7 @@ _Since = Annotated[float, Query(ge=0, le=1e9, description="Only lines of the las
 _Last = Annotated[int, Query(ge=1, le=100_000, description="Maximum number of lines; the newest ones count.")]
 _From = Annotated[
     int | None,
-    Query(ge=0, lt=2**63, description="The next page, instead of `since_seconds`: `next_unix_ns` of this one."),
+    Query(ge=0, lt=2**63, description="The next page, instead of `since_seconds`: `next_ns` of this one."),
 ]
 
 
@@ -153,10 +153,10 @@ def consumer_routes(on: Collaborators) -> APIRouter:
 
     @routes.get("/{name}/history")
     async def history(
-        name: str, since_seconds: _Since = 3600.0, last: _Last = 1000, from_unix_ns: _From = None
+        name: str, since_seconds: _Since = 3600.0, last: _Last = 1000, from_ns: _From = None
     ) -> HistoryPage:
         """The history of a consumer, in pages: which version each replica served, by time, oldest first."""
-        return await on.histories.of(name, since_seconds, last, from_unix_ns)
+        return await on.histories.of(name, since_seconds, last, from_ns)
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:

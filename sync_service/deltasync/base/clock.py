@@ -38,6 +38,11 @@ class Moment:
         """The current moment."""
         return cls(time.time_ns(), steady_ns())
 
+    def plus(self, seconds: float) -> "Moment":
+        """The moment after some seconds."""
+        ns = int(seconds * 1e9)
+        return Moment(self.unix_ns + ns, None if self.steady_ns is None else self.steady_ns + ns)
+
     def after_ns(self, earlier: "Moment") -> int:
         """Nanoseconds since an earlier moment, independent of the wall clock if both are from this process."""
         if self.steady_ns is None or earlier.steady_ns is None:

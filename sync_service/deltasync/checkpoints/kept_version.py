@@ -33,6 +33,8 @@ class KeptVersion:
         bytes: size of the files of its checkpoint.
         kept_unix_ns: when it was kept, nanoseconds since 1970.
         by: name of the person or program that kept it.
+        watched_seconds: for how long services had watched the model by then. The difference of two is an age that
+            no wall clock changes.
     """
 
     model: str
@@ -42,6 +44,7 @@ class KeptVersion:
     bytes: int
     kept_unix_ns: int
     by: str
+    watched_seconds: float = 0.0
 
     @property
     def version(self) -> int:

@@ -172,6 +172,11 @@ class CheckpointStore:
     def _places(self) -> list[Place]:
         return [self._local, self._remote] if self._remote else [self._local]
 
+    @property
+    def newest_id(self) -> str:
+        """The id of the newest checkpoint that this process has seen or begun; empty if there is none."""
+        return self._newest_id
+
     # Reading.
 
     def manifests(self) -> CheckpointListing:
@@ -222,7 +227,7 @@ class CheckpointStore:
             PlaceFailed: a file cannot be read at present. Some rows may be loaded.
             StorageFailed: a later version of deltasync wrote the checkpoint.
         """
-        with self._using(manifest):
+        with self.using(manifest):
             if self._remote:
                 lacking = set(manifest.files) - self._whole(self._local)
                 for _ in in_order(partial(self._read, parse=_checked), lacking):  # Fetches several at a time.
@@ -276,7 +281,7 @@ class CheckpointStore:
             yield from chunk.records()
 
     def _chunks(self, manifest: Manifest, files: Sequence[File]) -> Iterator[CheckpointChunk]:
-        with self._using(manifest):
+        with self.using(manifest):
             for _, chunks in in_order(
                 partial(self._read, parse=lambda *opened: list(read_chunks(*opened))), files
             ):
@@ -327,7 +332,7 @@ class CheckpointStore:
             files = list({file.name: file for each in listing.manifests for file in each.files}.values())
             what = f"model {self._model!r}: reading the checkpoints in {place.url}"
             progress = Progress(what, sum(file.bytes for file in files), "bytes")
-            with self._using(*listing.manifests):
+            with self.using(*listing.manifests):
                 for file, problem in in_order(partial(_problem_of, place), files):
                     problems += [problem] if problem else []
                     progress.add(file.bytes)
@@ -370,7 +375,7 @@ class CheckpointStore:
         """
         with self._writing:
             new = self._next_id()
-            with self._local.using([new]), self._using(*([previous] if previous else [])):
+            with self._local.using([new]), self.using(*([previous] if previous else [])):
                 base = previous if previous and self._whole(self._local).issuperset(previous.files) else None
                 files = LayerFiles(self._local, f"{self._model}/{DATA}/{new}-")
                 writer = CheckpointWriter(files, subject, base, limit)
@@ -410,7 +415,7 @@ class CheckpointStore:
         # A copy to the remote place must not overlap with `remove_all`.
         turn = self._copying if place is self._remote else contextlib.nullcontext()
         try:
-            with turn, self._using(manifest):
+            with turn, self.using(manifest):
                 there = self._whole(place).intersection(manifest.files)
                 lacking = [file for file in manifest.files if file not in there]
                 progress = Progress(what, sum(file.bytes for file in lacking), "bytes")
@@ -559,7 +564,7 @@ class CheckpointStore:
                 place.remove_folder(self._model)
             self.copied_version = 0
 
-    def _using(self, *manifests: Manifest) -> contextlib.AbstractContextManager[None]:
+    def using(self, *manifests: Manifest) -> contextlib.AbstractContextManager[None]:
         """Prevent this process from removing the files of checkpoints inside the block."""
         names = (name for each in manifests for name in (each.name, *(file.name for file in each.files)))
         return self._local.using(names)

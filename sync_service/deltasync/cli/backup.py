@@ -63,4 +63,4 @@ def restore(url: str, data_dir: Path) -> None:
 
     made = restoring.restore(url, data_dir)
     models = ", ".join(f"{name} at version {version}" for name, version in made.models.items()) or "no model"
-    say(f"restored {data_dir} from {url}: {models}, {counted(made.bytes, 'byte')}")
+    say(f"restored {data_dir} from {url}: {models}, {counted(made.bytes, 'byte')}", *made.lacking)

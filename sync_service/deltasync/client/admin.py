@@ -177,9 +177,9 @@ class Admin:
         while True:
             page = self._object("GET", f"{path}&last={last}{after}")
             yield from page["lines"]
-            if page["next_unix_ns"] is None:
+            if page["next_ns"] is None:
                 return
-            last, after = last - len(page["lines"]), f"&from_unix_ns={page['next_unix_ns']}"
+            last, after = last - len(page["lines"]), f"&from_ns={page['next_ns']}"
 
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a disconnected replica, which then no longer counts for lag.

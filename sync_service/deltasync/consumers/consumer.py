@@ -18,6 +18,8 @@ from deltasync.core.position import Position
 
 # Requests count from a random number of this many bits, because a replica may remember those of another process.
 _BITS = 62
+# Replicas of a consumer may prove a version this many versions apart.
+_REMEMBERED_VERSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Replica:
         sent_number: number of the newest release sent on its stream, or of the one from which it continued.
         verification: requests to verify its rows, and its answers.
         has_held: whether it has ever acknowledged a version.
+        held: seals of the last versions that its process has proven exactly, in order.
         guest: whether it is forgotten after its stream, never written to the log, and not counted.
     """
 
@@ -136,6 +139,7 @@ class Replica:
     damaged: tuple[str, ...] = ()
     rewind: Rewind | None = None
     has_held: bool = False
+    held: dict[int, None] = field(default_factory=dict)
     guest: bool = False
     damages: int = 0
     damaged_ns: int = 0
@@ -143,6 +147,13 @@ class Replica:
     unacked_ns: int = 0
     sent_number: int = 0
     verification: ReplicaVerification = field(default_factory=ReplicaVerification)
+
+    def note_held(self, seal: int) -> None:
+        """Record that it holds the rows of exactly the version with a seal; 0 is none."""
+        if seal and seal not in self.held:
+            self.held[seal] = None
+            if len(self.held) > _REMEMBERED_VERSIONS:
+                del self.held[next(iter(self.held))]
 
     def end_stream(self) -> None:
         """End its open stream, if it has one."""
@@ -221,6 +232,15 @@ class Consumer:
     def fleet(self) -> list[Replica]:
         """All replicas except guests."""
         return [replica for replica in self.replicas.values() if not replica.guest]
+
+    @property
+    def connected(self) -> list[Replica]:
+        """The connected replicas, without guests."""
+        return [replica for replica in self.fleet if replica.stream]
+
+    def has_held(self, seal: int) -> bool:
+        """Whether every connected replica has held exactly the version with a seal, and there is one."""
+        return bool(self.connected) and all(seal in each.held for each in self.connected)
 
     @property
     def distance(self) -> Distance | None:

@@ -7,7 +7,7 @@ from typing import Any
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.base.words import LONGEST_TEXT, duration, listed, utc
 from deltasync.checkpoints.kept_version import KeptVersion, kept_of_record, kept_record
-from deltasync.consumers.serving_history import LONGEST_GAP_NS, HistoryLine, proven_since
+from deltasync.consumers.serving_history import HistoryLine, seconds_since_held
 from deltasync.core.seal import SealHistory
 
 # What a request to follow a version calls the newest one.
@@ -22,7 +22,7 @@ class Distance:
 
     Attributes:
         after: the name of the other consumer.
-        behind_seconds: how long all of its replicas must have proven a version without an objection.
+        behind_seconds: how long all of its replicas must go on after a version without an objection.
         on_objection: `stay` at the version, or go `back` to the one before.
         before: the version before the present one; None at the start, and after it went back.
 
@@ -70,10 +70,15 @@ class Follow:
         return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}{distance}"
 
     @property
+    def versions(self) -> list[KeptVersion]:
+        """The kept versions that it needs."""
+        before = self.distance.before if self.distance else None
+        return [self.kept, before] if before else [self.kept]
+
+    @property
     def ids(self) -> set[str]:
         """The ids of the kept versions that it needs."""
-        before = self.distance.before if self.distance else None
-        return {self.kept.id, before.id} if before else {self.kept.id}
+        return {each.id for each in self.versions}
 
     def gone_on(self, kept: KeptVersion, now_unix_ns: int, by: str) -> "Follow":
         """The same distance at another version. After going back, it cannot go back further."""
@@ -91,8 +96,9 @@ class Objection:
         since_unix_ns: when it was raised, nanoseconds since 1970.
         by: name of the person or program that raised it.
         reason: their reason.
+        number: how many objections the consumer had raised, with this one.
         until_unix_ns: when it was withdrawn; None = it is in force.
-        until_version: the version that every replica had proven then. Earlier ones may be those that were bad.
+        until_id: the newest checkpoint then. Followers get no version that was kept before: it may be a bad one.
 
     Raises:
         InvalidInput: the reason is empty, too long, or not printable.
@@ -101,8 +107,9 @@ class Objection:
     since_unix_ns: int
     by: str
     reason: str
+    number: int = 1
     until_unix_ns: int | None = None
-    until_version: int = 0
+    until_id: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.reason) <= LONGEST_TEXT or not self.reason.isprintable():
@@ -112,6 +119,11 @@ class Objection:
     def in_force(self) -> bool:
         """Whether it has not been withdrawn."""
         return self.until_unix_ns is None
+
+    @property
+    def withdrawn(self) -> int:
+        """The number of the consumer's objections that have been withdrawn."""
+        return self.number - 1 if self.in_force else self.number
 
     @property
     def words(self) -> str:
@@ -125,7 +137,6 @@ def next_version(
     versions: Sequence[KeptVersion],
     lines: Sequence[HistoryLine],
     objection: Objection | None,
-    now_unix_ns: int,
 ) -> tuple[KeptVersion | None, str]:
     """Choose the kept version that a consumer at a distance moves to.
 
@@ -133,9 +144,8 @@ def next_version(
         follows: what it follows now; None = nothing yet.
         distance: its distance.
         versions: kept versions, oldest first.
-        lines: the history of the other consumer, oldest first; at least of the time that the distance covers.
+        lines: the history of the other consumer, oldest first; the last line shows what is so now.
         objection: the last objection of the other consumer; None if it never raised one.
-        now_unix_ns: the current time, nanoseconds since 1970.
 
     Returns:
         The version, or None to stay; and the reason in words.
@@ -146,24 +156,26 @@ def next_version(
             return distance.before, f"goes back, because {after} {objection.words}"
         return None, f"stays, because {after} {objection.words}"
     later = [each for each in versions if follows is None or each.version > follows.kept.version]
-    if objection:
-        # While the other consumer serves a later version, nobody learns whether an earlier one was bad.
-        later = [each for each in later if each.version >= objection.until_version]
+    if objection and later:
+        later = [each for each in later if each.id > objection.until_id]
+        if not later:
+            return None, f"no version has been kept since {after} withdrew its objection"
     if not later:
         return None, "no later version is kept"
-    if lines and now_unix_ns - lines[-1].unix_ns > LONGEST_GAP_NS:
-        lines = ()  # The service has just started, and the next line shows whether it was away.
-    behind = [name for name, held in lines[-1].replicas.items() if held < later[0].version] if lines else []
-    waits = f"{after} has proven no later kept version" + (f", behind are {listed(behind)}" if behind else "")
+    if not lines or not lines[-1].fleet:
+        return None, f"{after} has no connected replica"
+    behind = [name for name, held in lines[-1].replicas.items() if held < later[0].version]
+    waits = f"not all replicas of {after} have held a later kept version" + (
+        f", behind are {listed(behind)}" if behind else ""
+    )
+    since_held = seconds_since_held(lines, objection.withdrawn if objection else 0)
     for kept in reversed(later):
-        if (since := proven_since(lines, kept.version)) is None:
+        if (seconds := since_held.get(kept.seal.checksum)) is None:
             continue
-        if objection and objection.until_unix_ns:
-            since = max(since, objection.until_unix_ns)
-        left = distance.behind_seconds - (now_unix_ns - since) / 1e9
+        left = distance.behind_seconds - seconds
         if left <= 0:
-            return kept, f"{after} has proven {kept.words} since {utc(since)}"
-        waits = f"{after} has proven {kept.words} since {utc(since)}, {duration(left)} to go"
+            return kept, f"{after} has gone on for {duration(seconds)} since it held {kept.words}"
+        waits = f"{after} holds or has held {kept.words}, {duration(left)} to go"
     return None, waits
 
 

@@ -303,6 +303,8 @@ class ConsumerRegistry:
             owner = replica.by or "a client without a token or certificate"
             text = f"it belonged to {owner}" + (", which is still connected" if replica.stream else "")
             self._events.emit(EventKind.REPLICA_TAKEN_OVER, text, consumer=consumer.name, replica=name)
+        if replica.instance != instance or not instance:  # Another process, which holds nothing yet.
+            replica.held.clear()
         consumer.replicas[name] = replica
         replica.end_stream()
         replica.stream = stream

@@ -1,10 +1,12 @@
-"""The history of a consumer: which version each of its replicas served, by time. Lines in the log.
+"""The history of a consumer: which version each of its replicas served. Lines in the log.
 
 A line has the versions that the replicas had proven at one moment. A new one is written at most once a second when
-they have changed, and once a minute otherwise, which proves that nothing has changed.
+something has changed, and once a minute otherwise.
+
+Each history has its own clock, which numbers its lines and runs only while the service looks at the consumer. So
+the difference of two lines is the time that the service saw, however long it was away and whatever the clock did.
 """
 
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,21 +17,29 @@ from deltasync.log.records import name_of, pack_json, reading, unpack_json
 
 # A line is written this often even if nothing has changed.
 REPEAT_SECONDS = 60.0
-LONGEST_GAP_NS = int(2 * REPEAT_SECONDS * 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryLine:
     """What the replicas of a consumer held at one moment.
 
+    `unix_ns` is the wall clock's time, a label. `watched_ns` is the time on the history's own clock: differences
+    are durations. `after_ns` is that of the line before, which shows whether a line is missing.
+
     `number` is the newest release that a replica had proven: a version, or with a policy the number of a release.
     `version`, `step`, `event_time_unix_ns`, `rows` and `bytes` are those of this release; the time of events is
     null if unknown. `follows` is the name or number of the kept version that the consumer followed, empty for the
     newest version. `replicas` has the version that each replica had proven by its checksums, 0 for none; guests do
     not count. Replicas with mode ids have no rows to prove, so their acknowledgements count.
+
+    `fleet` stands for the processes of the connected replicas: it changes if one joins, leaves, restarts or is
+    lost, and is empty if none is connected. `held` has the seals of versions that every one of them has held
+    exactly, now or since the line before. `objections` is the number of objections that had been withdrawn.
     """
 
     unix_ns: int
+    watched_ns: int = 0
+    after_ns: int = 0
     number: int = 0
     version: int = 0
     step: int = 0
@@ -38,22 +48,21 @@ class HistoryLine:
     bytes: int = 0
     follows: str = ""
     replicas: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def proven_by_all(self) -> int:
-        """The version that every replica had proven, or a later one; 0 without replicas."""
-        return min(self.replicas.values(), default=0)
+    fleet: str = ""
+    held: tuple[int, ...] = ()
+    objections: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryPage:
     """Lines of a history, oldest first. A page has at most 10,000 versions of replicas, but at least one line.
 
-    `next_unix_ns` is the time of the first line that has no room: ask again from there. Null after the last line.
+    `next_ns` is the `watched_ns` of the first line that has no room: ask again from there. Null after the last
+    line.
     """
 
     lines: Sequence[HistoryLine]
-    next_unix_ns: int | None
+    next_ns: int | None
 
 
 def page_of(lines: Iterable[HistoryLine], last: int, room: int) -> HistoryPage:
@@ -62,13 +71,13 @@ def page_of(lines: Iterable[HistoryLine], last: int, room: int) -> HistoryPage:
     for line in islice(lines, last):
         room -= max(1, len(line.replicas))
         if page and room < 0:
-            return HistoryPage(lines=page, next_unix_ns=line.unix_ns)
+            return HistoryPage(lines=page, next_ns=line.watched_ns)
         page.append(line)
-    return HistoryPage(lines=page, next_unix_ns=None)
+    return HistoryPage(lines=page, next_ns=None)
 
 
 def history_stream(consumer: str) -> str:
-    """The name of the log's stream with the lines of a consumer, numbered by their time."""
+    """The name of the log's stream with the lines of a consumer, numbered by the history's clock."""
     return f"history/{consumer}"
 
 
@@ -77,45 +86,44 @@ def pack_line(line: HistoryLine) -> bytes:
     return zlib.compress(pack_json(asdict(line)))
 
 
-def read_lines(log: LogStore, consumer: str, since_seconds: float) -> Iterator[HistoryLine]:
-    """Read the lines of a consumer of the last seconds, oldest first. Blocks.
+def read_lines(log: LogStore, consumer: str, first_ns: int) -> Iterator[HistoryLine]:
+    """Read the lines of a consumer from a time of its history's clock on, oldest first. Blocks.
 
     Raises:
         StorageFailed: a line is damaged, or the log cannot be read at present.
     """
-    return read_lines_from(log, consumer, max(0, time.time_ns() - int(since_seconds * 1e9)))
-
-
-def read_lines_from(log: LogStore, consumer: str, unix_ns: int) -> Iterator[HistoryLine]:
-    """Like `read_lines`, for the lines from a time on."""
-    for record in log.read(history_stream(consumer), unix_ns):
+    for record in log.read(history_stream(consumer), max(0, first_ns)):
         with reading(name_of(history_stream(consumer), record.number)):
             try:
                 fields = unpack_json(zlib.decompress(record.payload))
             except zlib.error as error:
                 raise ValueError(str(error)) from error
-            yield HistoryLine(**fields)
+            yield HistoryLine(**fields | {"held": tuple(fields["held"])})
 
 
-def proven_since(lines: Iterable[HistoryLine], version: int) -> int | None:
-    """Since when every replica has proven a version or later ones without a break, nanoseconds since 1970.
+def seconds_since_held(lines: Sequence[HistoryLine], objections: int) -> dict[int, float]:
+    """How long the present replicas have gone on since all of them held a version exactly.
 
-    A time without lines is a break: the service was away, so nobody could object.
+    Only the time between two lines counts in which the connected processes were those of the last line, and which
+    follow the withdrawal of the last objection. So a replica that joins, restarts or is lost begins the time anew.
 
     Args:
-        lines: the lines of a consumer, oldest first.
-        version: the version.
+        lines: lines of a consumer, oldest first; the last one shows what is so now.
+        objections: number of objections that have been withdrawn by now.
 
     Returns:
-        The time of the oldest line from which on all lines show it; None if the newest line does not.
+        Seconds by the checksum of the version's seal, without versions that one of them has skipped.
     """
-    since, newest = None, None
+    if not lines or not lines[-1].fleet or lines[-1].objections != objections:
+        return {}
+    watched_ns, held_at, before = 0, dict[int, int](), None
     for line in lines:
-        if newest is not None and line.unix_ns - newest > LONGEST_GAP_NS:
-            since = None
-        newest = line.unix_ns
-        if line.proven_by_all < version:
-            since = None
-        elif since is None:
-            since = line.unix_ns
-    return since
+        if line.fleet != lines[-1].fleet or line.objections != objections:
+            before = None
+            continue
+        if before and line.after_ns == before.watched_ns:
+            watched_ns += line.watched_ns - before.watched_ns
+        for seal in line.held:
+            held_at.setdefault(seal, watched_ns)
+        before = line
+    return {seal: (watched_ns - at) / 1e9 for seal, at in held_at.items()}

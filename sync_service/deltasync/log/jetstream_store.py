@@ -174,6 +174,11 @@ class JetStreamStore:
                 if payload is not None:
                     yield Record(*address.numbers, payload)
 
+    def newest(self, stream: str) -> int:
+        """The largest number of a stream's records; 0 if it has none."""
+        with self._lock:
+            return self._index.newest(stream)
+
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, keyed by the rest of their names."""
         with self._lock:
@@ -490,6 +495,11 @@ class Index:
     def first_after(self, stream: str, number: int) -> int | None:
         """The first message of a stream's records with greater numbers; None if there is none."""
         return min((sequences[0] for _, sequences in self.between(stream, number + 1, LAST_NUMBER)), default=None)
+
+    def newest(self, stream: str) -> int:
+        """The largest number of a stream's records; 0 if it has none."""
+        order = self._order.get(stream, [])
+        return order[-1][0] if order else 0
 
     def streams(self) -> list[str]:
         """The streams that have records, sorted."""

@@ -134,6 +134,14 @@ class LmdbStore:
                 payload = without_checksum(key, value, name_of(stream, number, part, index))
                 yield Record(number, part, index, payload)
 
+    def newest(self, stream: str) -> int:
+        """The largest number of a stream's records; 0 if it has none."""
+        end = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
+        with self._cursor(_RECORDS) as cursor:
+            found = cursor.prev() if cursor.set_range(end) else cursor.last()
+            name, number, *_ = address_of(bytes(cursor.key())) if found else ("", 0)
+            return number if name == stream else 0
+
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, keyed by the rest of their names."""
         records = {}

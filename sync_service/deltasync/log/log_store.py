@@ -95,6 +95,9 @@ class LogStore(Protocol):
             StorageFailed: a record is damaged; the message names it.
         """
 
+    def newest(self, stream: str) -> int:
+        """The largest number of a stream's records; 0 if it has none."""
+
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names.
 

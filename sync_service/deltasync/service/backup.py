@@ -1,4 +1,4 @@
-"""Backups: a checkpoint of each model, and a marker that is written once the backup is complete.
+"""Backups: a checkpoint of each model, the kept versions that consumers follow, and a marker that is written last.
 
 checkpoints/...    files of checkpoints, see `checkpoints.manifest`
 backup.json        the marker: the names of the manifests, and the other small records; written last
@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailabl
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
 from deltasync.checkpoints.file_storage import UNFINISHED, Place, StoredFile
+from deltasync.checkpoints.kept_version import KeptVersion, kept_file, pack_kept
 from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.store import CheckpointStore
+from deltasync.consumers.follow import follow_of_record
 from deltasync.log.data_directory import (
     BACKUP_MARKER,
     CHECKPOINTS,
@@ -31,6 +34,7 @@ from deltasync.log.data_directory import (
     for_owner_only,
     lock_data_directory,
 )
+from deltasync.log.records import reading, unpack_json
 from deltasync.service.checkpoints import Checkpoints, records_of_others
 from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
@@ -111,15 +115,15 @@ class BackupPlace:
         if UNFINISHED_BACKUP not in self._names() or self._place.get(UNFINISHED_BACKUP) != self._id:
             raise StorageFailed(f"{self.url}: another backup was begun there: use a separate place for each")
 
-    def complete(self, manifests: Mapping[str, Manifest], others: Mapping[str, bytes]) -> Backup:
-        """Mark the backup as complete.
+    def complete(
+        self, manifests: Mapping[str, Manifest], expected: Set[str], others: Mapping[str, bytes]
+    ) -> Backup:
+        """Mark the backup as complete. `expected` are the names of its files.
 
         Raises:
             StorageFailed: it cannot be written, or another backup was begun there.
         """
         files = {each.name: each.bytes for each in self._files()}
-        expected = {each.name for manifest in manifests.values() for each in manifest.files}
-        expected |= {each.name for each in manifests.values()}
         if strange := files.keys() ^ expected:
             raise StorageFailed(f"{self.url}: another program added or removed {min(strange)} during the backup")
         backup = Backup(
@@ -246,16 +250,16 @@ class Backups:
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
-        manifests = dict[str, Manifest]()
+        manifests, files = dict[str, Manifest](), set[str]()
         self._check_recovered()  # A model may have failed since the first check; the backup must not leave it out.
         for name in sorted(self._models):
             store = self._models.model(name).checkpoints
             manifest = manifests[name] = await self._checkpoints.write(name)
             await asyncio.to_thread(check)
-            await asyncio.to_thread(store.copy, manifest, place.checkpoints, check)
+            files |= await asyncio.to_thread(_copy, store, manifest, place.checkpoints, check)
         others = await asyncio.to_thread(self._others, manifests)
         await asyncio.to_thread(check)
-        return await asyncio.to_thread(place.complete, manifests, others)
+        return await asyncio.to_thread(place.complete, manifests, files, others)
 
     def _check_recovered(self) -> None:
         for model in self._models.recovering:
@@ -264,6 +268,37 @@ class Backups:
     def _others(self, manifests: Mapping[str, Manifest]) -> dict[str, bytes]:
         logs = self._models.storage.logs.each()
         return {name: value for log in logs for name, value in records_of_others(log, manifests).items()}
+
+
+def followed_versions(manifest: Manifest) -> dict[str, list[KeptVersion]]:
+    """The kept versions that the consumers in a checkpoint follow, by the consumer's name.
+
+    Raises:
+        StorageFailed: the record of a consumer is damaged.
+    """
+    versions = dict[str, list[KeptVersion]]()
+    for name, record in manifest.small.items():
+        kind, _, consumer = name.partition("/")
+        if kind == "consumer":
+            with reading(f"record {name} of checkpoint {manifest.name}"):
+                follows = follow_of_record(unpack_json(record))
+            versions[consumer] = follows.versions if follows else []
+    return versions
+
+
+def _copy(store: CheckpointStore, manifest: Manifest, place: Place, check: Check) -> set[str]:
+    """Copy a checkpoint, and the kept versions that its consumers follow. Return the names of the files."""
+    kept = {each.id: each for versions in followed_versions(manifest).values() for each in versions}
+    manifests = [*(store.manifest_of(each) for each in kept), manifest]
+    with store.using(
+        *manifests
+    ):  # Before the first copy, because a consumer may go on and its version be released.
+        for each in manifests:
+            store.copy(each, place, check)
+    for version in kept.values():
+        place.put(kept_file(manifest.model, version.id), pack_kept(version))
+    names = {each.name for each in manifests} | {kept_file(manifest.model, each) for each in kept}
+    return names | {file.name for each in manifests for file in each.files}
 
 
 @for_owner_only()

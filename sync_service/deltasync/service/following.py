@@ -1,10 +1,10 @@
 """Changes what consumers follow: the newest version, a kept one, or another consumer at a distance."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from deltasync.base.clock import Moment
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.events import EventKind, Events
 from deltasync.checkpoints.kept_version import KeptVersion, find_kept
@@ -12,12 +12,12 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import LIVE, Distance, Follow, Objection, check_past, next_version
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine, read_lines
-from deltasync.core.seal import seal_of
-from deltasync.log.log_store import LogStore
+from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
+from deltasync.service.kept_versions import SHARE_OF_DISTANCE
 from deltasync.service.models import Models
+from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
 
 _LOOK_SECONDS = 1.0
@@ -34,16 +34,18 @@ class Following:
         registry: ConsumerRegistry,
         consumers: Consumers,
         views: ViewRegistry,
-        history_seconds: float,
+        histories: Histories,
         events: Events,
+        clock: Callable[[], Moment] = Moment.now,
     ) -> None:
         self._models = models
         self._registry = registry
         self._consumers = consumers
         self._views = views
-        self._history_seconds = history_seconds
+        self._histories = histories
         self._events = events
-        self._due = dict[str, float]()  # When to look for a later version, by consumer and `time.monotonic`.
+        self._clock = clock
+        self._looked = dict[str, Moment]()  # When it last looked for a later version, by consumer.
 
     async def follow(self, name: str, version: str, by: str = ITSELF) -> Consumer:
         """Let a consumer follow a kept version, by its name or number, or the newest one ("live").
@@ -62,7 +64,9 @@ class Following:
         async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
             kept = find_kept(await _kept(model), model.name, version)
-            return await self._change(consumer, model, before, Follow(kept, time.time_ns(), by), kept.words, by)
+            return await self._change(
+                consumer, model, before, Follow(kept, self._clock().unix_ns, by), kept.words, by
+            )
 
     async def follow_consumer(
         self, name: str, distance: Distance, version: str = "", by: str = ITSELF
@@ -81,7 +85,7 @@ class Following:
             ServiceUnavailable: its model is still recovering.
             StorageFailed: the checkpoints or the log could not be read, or the change could not be written.
         """
-        longest = self._history_seconds - 2 * REPEAT_SECONDS
+        longest = self._histories.keep_seconds - 2 * REPEAT_SECONDS
         if distance.behind_seconds > longest:
             raise InvalidInput(
                 f"behind_seconds: {distance.behind_seconds:g}, but the history of consumers allows at most "
@@ -98,15 +102,15 @@ class Following:
             elif consumer.follows:
                 first, why = consumer.follows.kept, "where it is"
             else:
-                lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
-                proven, why = next_version(None, distance, kept, lines, other.objection, time.time_ns())
+                lines = await self._lines(distance)
+                proven, why = next_version(None, distance, kept, lines, other.objection)
                 if proven is None:
                     raise NotFound(
                         f"no kept version of model {model.name!r} can be the first for consumer {name!r}: {why}; "
                         "wait, or name the first one with --version"
                     )
                 first = proven
-            follows = Follow(first, time.time_ns(), by, distance)
+            follows = Follow(first, self._clock().unix_ns, by, distance)
             return await self._change(
                 consumer, model, before, follows, f"{first.words}, {distance.words}: {why}", by
             )
@@ -119,8 +123,10 @@ class Following:
             InvalidInput: the reason is empty, too long, or not printable.
             StorageFailed: the objection could not be written.
         """
-        consumer, objection = self._consumers.get(name), Objection(time.time_ns(), by, reason)
-        if consumer.objection and consumer.objection.in_force:
+        consumer = self._consumers.get(name)
+        before = consumer.objection
+        objection = Objection(self._clock().unix_ns, by, reason, before.number + 1 if before else 1)
+        if before and before.in_force:
             return consumer
         await self._registry.object(name, objection)
         self._events.emit(EventKind.CONSUMER_OBJECTS, reason, consumer=name, model=consumer.model, by=by)
@@ -129,21 +135,17 @@ class Following:
     async def withdraw(self, name: str, by: str = ITSELF) -> Consumer:
         """Withdraw the objection of a consumer, if one is in force.
 
-        Followers then go on to versions that it serves from now on, not to earlier ones.
+        Followers then go on to versions that are kept from now on, not to earlier ones.
 
         Raises:
             NotFound: no consumer has that name.
             ServiceUnavailable: its model is still recovering.
-            StorageFailed: the history could not be read, or the change could not be written.
+            StorageFailed: the change could not be written.
         """
         consumer = self._consumers.get(name)
         if (objection := consumer.objection) and objection.in_force:
-            model = self._models.model(consumer.model)
-            lines = await asyncio.to_thread(_lines, model.log, name, 0.0)
-            version = lines[-1].proven_by_all if lines else 0
-            if model.seals.checksum_of(version):  # A rollback has the rows of the version that is kept.
-                version = seal_of(version, model.seals).rolls_back_to or version
-            withdrawn = replace(objection, until_unix_ns=time.time_ns(), until_version=version)
+            newest_id = self._models.model(consumer.model).checkpoints.newest_id
+            withdrawn = replace(objection, until_unix_ns=self._clock().unix_ns, until_id=newest_id)
             await self._registry.object(name, withdrawn)
             text = f"withdrawn: {objection.reason}"
             self._events.emit(EventKind.CONSUMER_OBJECTS, text, consumer=name, model=consumer.model, by=by)
@@ -152,66 +154,71 @@ class Following:
     async def run(self) -> None:
         """Let consumers at a distance go on, or back, until cancelled. It reports failures and tries again."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._repeat(self._heed, "the service could not move it back after an objection"))
+            tasks.create_task(_repeat(self.heed))
             # In another task, because object storage may not answer for a while.
-            tasks.create_task(self._repeat(self._go_on, "it cannot look for a later version"))
+            tasks.create_task(_repeat(self.go_on))
 
-    async def _repeat(self, look_at: Callable[[Consumer, Distance], Awaitable[None]], failure: str) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            for consumer in list(self._registry.consumers.values()):
-                if (distance := consumer.distance) and consumer.model in self._models:
-                    try:
-                        await look_at(consumer, distance)
-                    except DeltasyncError as error:
-                        consumer.waits = f"{failure}: {error}" if consumer.distance else ""
-                        self._events.emit(
-                            EventKind.FAILED, f"{failure}; the service tries again", error, consumer=consumer.name
-                        )
+    async def heed(self) -> None:
+        """Let each consumer at a distance stay, or go back, if the other one objects."""
+        await self._look(self._heed, "the service could not move it back after an objection")
+
+    async def go_on(self) -> None:
+        """Let each consumer at a distance go on to a later version if the other one allows it."""
+        await self._look(self._go_on, "it cannot look for a later version")
+
+    async def _look(self, look_at: Callable[[Consumer, Distance], Awaitable[None]], failure: str) -> None:
+        for consumer in list(self._registry.consumers.values()):
+            if (distance := consumer.distance) and consumer.model in self._models:
+                try:
+                    await look_at(consumer, distance)
+                except DeltasyncError as error:
+                    consumer.waits = f"{failure}: {error}" if consumer.distance else ""
+                    self._events.emit(
+                        EventKind.FAILED, f"{failure}; the service tries again", error, consumer=consumer.name
+                    )
 
     async def _heed(self, consumer: Consumer, distance: Distance) -> None:
-        """Let a consumer stay, or go back, if the other one objects."""
         objection, follows, model = self._objection(distance), consumer.follows, self._models[consumer.model]
-        if objection and follows:
+        if objection and objection.in_force and follows:
             # Nobody can release the version before this one, so that this does not wait for object storage.
-            version, consumer.waits = next_version(follows, distance, [], [], objection, time.time_ns())
+            version, consumer.waits = next_version(follows, distance, [], [], objection)
             if version:
                 async with self._models.changing:
                     if self._is_same(consumer, model, follows):
                         await self._move(consumer, follows, version)
 
     async def _go_on(self, consumer: Consumer, distance: Distance) -> None:
-        """Let a consumer go on to a later version if the other one has proven it."""
-        name, model, follows = consumer.name, self._models[consumer.model], consumer.follows
-        if self._objection(distance) or time.monotonic() < self._due.get(name, 0.0):
+        name, model, follows, now = consumer.name, self._models[consumer.model], consumer.follows, self._clock()
+        pause_ns = int(1e9 * min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds))
+        if name in self._looked and now.after_ns(self._looked[name]) < pause_ns:
             return
-        self._due[name] = time.monotonic() + min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
-        kept = [each for each in await _kept(model) if _is_past(each, model)]
-        lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
-        if follows is None or consumer.follows is not follows or self._objection(distance):
-            return
-        other = self._registry.consumers.get(distance.after)
-        withdrawn = other.objection if other else None
-        version, consumer.waits = next_version(follows, distance, kept, lines, withdrawn, time.time_ns())
-        if version is None:
-            return
+        self._looked[name] = now
         async with self._models.releasing(model.name):
-            if version.id not in {each.id for each in await _kept(model)}:
+            kept = [each for each in await _kept(model) if _is_past(each, model)]
+            lines, objection = await self._lines(distance), self._objection(distance)
+            if follows is None or consumer.follows is not follows or (objection and objection.in_force):
+                return
+            version, consumer.waits = next_version(follows, distance, kept, lines, objection)
+            if version is None:
                 return
             async with self._models.changing:
-                if self._is_same(consumer, model, follows) and not self._objection(distance):
+                if self._is_same(consumer, model, follows) and self._objection(distance) is objection:
                     await self._move(consumer, follows, version)
 
+    async def _lines(self, distance: Distance) -> list[HistoryLine]:
+        """The history of the consumer that another one follows, as long as kept versions wait for it."""
+        return await self._histories.until_now(distance.after, SHARE_OF_DISTANCE * distance.behind_seconds)
+
     def _objection(self, distance: Distance) -> Objection | None:
-        """The objection in force of the consumer that another one follows."""
+        """The last objection of the consumer that another one follows."""
         other = self._registry.consumers.get(distance.after)
-        return other.objection if other and other.objection and other.objection.in_force else None
+        return other.objection if other else None
 
     async def _move(self, consumer: Consumer, follows: Follow, version: KeptVersion) -> None:
         """Let a consumer at a distance go on or back. The caller holds `changing`."""
         distance = f", {follows.distance.words}" if follows.distance else ""
         text = f"follows {version.words}{distance}: {consumer.waits}"
-        await self._set(consumer, follows.gone_on(version, time.time_ns(), ITSELF), text, ITSELF)
+        await self._set(consumer, follows.gone_on(version, self._clock().unix_ns, ITSELF), text, ITSELF)
 
     async def _change(
         self, consumer: Consumer, model: Model, before: Follow | None, follows: Follow, text: str, by: str
@@ -268,6 +275,12 @@ class Following:
         )
 
 
+async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        await look()
+
+
 async def _kept(model: Model) -> list[KeptVersion]:
     return await asyncio.to_thread(model.checkpoints.kept)
 
@@ -281,8 +294,3 @@ def _is_past(kept: KeptVersion, model: Model) -> bool:
     except Contradiction:
         return False
     return True
-
-
-def _lines(log: LogStore, consumer: str, seconds: float) -> list[HistoryLine]:
-    """The history of a consumer for some seconds, and of the time that lines may be apart. Blocks."""
-    return list(read_lines(log, consumer, seconds + 2 * REPEAT_SECONDS))

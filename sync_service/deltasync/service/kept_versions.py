@@ -1,26 +1,29 @@
 """Keeps versions of models, by request and by schedule."""
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from deltasync.base.clock import Moment
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
 from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
-from deltasync.checkpoints.manifest import File
+from deltasync.checkpoints.manifest import File, Manifest
+from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
+from deltasync.service.serving_history import LONGEST_LOOK_NS
 
 _LOOK_SECONDS = 1.0
-# A consumer at a distance goes on later than the distance if replicas of the other one prove a version late.
-_SHARE_OF_DISTANCE = 2
+# A consumer at a distance goes on later than the distance if the other one pauses on the way.
+SHARE_OF_DISTANCE = 2
 # Pause before the next attempt to read the kept versions of a model.
 _READ_AGAIN_SECONDS = 10.0
 
@@ -35,13 +38,18 @@ class Versions:
         checkpoints: Checkpoints,
         options: ServiceOptions,
         events: Events,
+        clock: Callable[[], Moment] = Moment.now,
     ) -> None:
         self._models = models
         self._registry = registry
         self._checkpoints = checkpoints
         self._options = options
         self._events = events
+        self._clock, self._looked = clock, clock()
         self._changing = asyncio.Lock()
+        self._watched = WeakKeyDictionary[Model, float]()  # Seconds for which services have watched each model.
+        self._schedules = WeakKeyDictionary[Model, _Schedule]()
+        self._unread = WeakKeyDictionary[Model, Moment]()  # When to try again to list the versions of a model.
         self._listed = WeakKeyDictionary[Model, Sequence[KeptVersion]]()
         self._changes = 0  # A listing that was read during a change may lack it.
 
@@ -72,22 +80,26 @@ class Versions:
                         f"model {model!r} has a kept version {name!r}, version {each.version}: use another name, "
                         f"or release it first (deltasync versions release {model} {name})"
                     )
-            manifest = await self._checkpoints.make(model)
-            seal = next((seal for seal in serving.seals if seal.checksum == manifest.seal), None)
-            if seal is None:
-                raise StorageFailed(f"version {manifest.version} of model {model!r} was discarded; try again")
-            kept = KeptVersion(
-                model=model,
-                name=name,
-                id=manifest.id,
-                seal=seal,
-                bytes=manifest.bytes,
-                kept_unix_ns=time.time_ns(),
-                by=by,
-            )
-            await asyncio.to_thread(serving.checkpoints.keep, kept, manifest)
-            self._note(serving, [*_without(kept, self._listed.get(serving, ())), kept])
-        self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model, version=kept.version, by=by)
+            return await self._keep(serving, await self._checkpoints.make(model), name, by)
+
+    async def _keep(self, model: Model, manifest: Manifest, name: str, by: str) -> KeptVersion:
+        """Keep a checkpoint. The caller holds `_changing`."""
+        seal = next((seal for seal in model.seals if seal.checksum == manifest.seal), None)
+        if seal is None:
+            raise StorageFailed(f"version {manifest.version} of model {model.name!r} was discarded; try again")
+        kept = KeptVersion(
+            model=model.name,
+            name=name,
+            id=manifest.id,
+            seal=seal,
+            bytes=manifest.bytes,
+            kept_unix_ns=self._clock().unix_ns,
+            by=by,
+            watched_seconds=self._watched[model],
+        )
+        await asyncio.to_thread(model.checkpoints.keep, kept, manifest)
+        self._note(model, [*_without(kept, self._listed.get(model, ())), kept])
+        self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model.name, version=kept.version, by=by)
         return kept
 
     async def kept(self, model: str) -> list[tuple[KeptVersion, int]]:
@@ -130,27 +142,27 @@ class Versions:
         return sorted(each.name for each in consumers if each.follows and kept.id in each.follows.ids)
 
     async def run(self) -> None:
-        """List the kept versions of each model once, and keep and release versions by schedule, until cancelled.
-
-        It reports failures and tries again.
-        """
-        every = self._options.keep_every_seconds
-        due, unread = dict[Model, float](), dict[Model, float]()
+        """List the kept versions of each model once, and keep and release by schedule, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            now, models = time.monotonic(), list(self._models.values())
-            unread = {each: unread.get(each, now) for each in models if each not in self._listed}
-            for model, at in list(unread.items()):
-                if now >= at:
-                    unread[model] = now + _READ_AGAIN_SECONDS
-                    await self._read(model)
+            await self.look()
+
+    async def look(self) -> None:
+        """Do once what is due. It reports failures and tries again."""
+        every, now = self._options.keep_every_seconds, self._clock()
+        seen_seconds = min(now.after_ns(self._looked), LONGEST_LOOK_NS) / 1e9
+        self._looked = now
+        for model in list(self._models.values()):
+            self._watched[model] = self._watched.get(model, 0.0) + seen_seconds
+            unread = model not in self._listed and now.after_ns(self._unread.get(model, now)) >= 0
+            if unread:
+                self._unread[model] = now.plus(_READ_AGAIN_SECONDS)
+                await self._read(model)
             if every is None:
                 continue
-            due = {each: due.get(each, now + every) for each in models}
-            for model, at in list(due.items()):
-                if now >= at and model.head:
-                    due[model] = now + every
-                    await self._keep_by_schedule(model)
+            schedule = self._schedules.setdefault(model, _Schedule(now.plus(every)))
+            if model.head and now.after_ns(schedule.next) >= 0:
+                await self._keep_by_schedule(model, schedule, every, now)
 
     async def _read(self, model: Model) -> None:
         try:
@@ -159,25 +171,53 @@ class Versions:
             text = "the kept versions could not be read; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
-    async def _keep_by_schedule(self, model: Model) -> None:
+    async def _keep_by_schedule(self, model: Model, schedule: "_Schedule", every: float, now: Moment) -> None:
+        # Followers get only what a canary has held. But a canary that never holds the newest version, for example
+        # because it is paused, must not stop the schedule.
+        canaries = self._canaries(model) if now.after_ns(schedule.due) < every * 1e9 else []
+
+        def wanted(seal: int) -> bool:
+            return not canaries or any(each.has_held(seal) for each in canaries)
+
+        if not wanted(model.position.seal):
+            return
+        schedule.next = now.plus(schedule.pause)
+        schedule.pause = min(2 * schedule.pause, every)
         try:
             before = await self._kept(model)
-            if not before or before[-1].seal.checksum != model.position.seal:
-                await self.keep(model.name)
+            if before and before[-1].seal.checksum == model.position.seal:
+                self._schedules[model] = _Schedule(now.plus(every))
+            else:
+                async with self._changing:
+                    manifest = await self._checkpoints.make(model.name)
+                    # A cut may have come meanwhile. Then the next checkpoint has little to write.
+                    if wanted(manifest.seal):
+                        await self._keep(model, manifest, "", ITSELF)
+                        self._schedules[model] = _Schedule(now.plus(every))
             distances = [each.distance for each in self._registry.of_model(model.name) if each.distance]
             behind = max((each.behind_seconds for each in distances), default=0.0)
-            for each in outdated(await self._kept(model), self._options, behind, time.time_ns()):
+            watched = self._watched[model]
+            for each in outdated(await self._kept(model), self._options, behind, now.unix_ns, watched):
                 if not self.followers(each):
                     await self._release(model, each, ITSELF)
         except DeltasyncError as error:
             text = "a version could not be kept or released by schedule; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
+    def _canaries(self, model: Model) -> list[Consumer]:
+        """The consumers of a model that get the newest version, have replicas, and are followed by others."""
+        consumers = self._registry.of_model(model.name)
+        followed = {each.distance.after for each in consumers if each.distance}
+        return [each for each in consumers if each.name in followed and each.connected and not each.follows]
+
     async def _kept(self, model: Model) -> list[KeptVersion]:
         changes = self._changes
         kept = await asyncio.to_thread(model.checkpoints.kept)
         if changes == self._changes:
             self._listed[model] = kept
+        # After a start, the time goes on from when a version was last kept.
+        seconds = max((each.watched_seconds for each in kept), default=0.0)
+        self._watched[model] = max(seconds, self._watched.get(model, 0.0))
         return kept
 
     def _note(self, model: Model, listed: Sequence[KeptVersion]) -> None:
@@ -191,18 +231,37 @@ def _without(kept: KeptVersion, versions: Sequence[KeptVersion]) -> list[KeptVer
     return [each for each in versions if each.id != kept.id]
 
 
+@dataclass
+class _Schedule:
+    """When the next version of a model is due, when to try to keep one, and how long to wait after an attempt."""
+
+    due: Moment
+    pause: float = _LOOK_SECONDS
+    next: Moment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.next = self.due
+
+
 def outdated(
-    versions: Sequence[KeptVersion], options: ServiceOptions, behind_seconds: float, now_unix_ns: int
+    versions: Sequence[KeptVersion],
+    options: ServiceOptions,
+    behind_seconds: float,
+    now_unix_ns: int,
+    watched_seconds: float,
 ) -> list[KeptVersion]:
     """The versions that a schedule kept, and that are neither among the newest `keep_last` of these nor younger
-    than `keep_for_seconds`. Versions with a name stay, and those to which a consumer at a distance of
-    `behind_seconds` may still go on.
+    than `keep_for_seconds`, by the wall clock or by the time that services have watched the model. Versions with a
+    name stay, and those to which a consumer at a distance of `behind_seconds` may still go on.
     """
     scheduled = [each for each in versions if not each.name]
-    seconds = max(options.keep_for_seconds, _SHARE_OF_DISTANCE * behind_seconds)
-    old_ns = now_unix_ns - int(seconds * 1e9)
+    seconds = max(options.keep_for_seconds, SHARE_OF_DISTANCE * behind_seconds)
+
+    def age(each: KeptVersion) -> float:
+        return max(0.0, min((now_unix_ns - each.kept_unix_ns) / 1e9, watched_seconds - each.watched_seconds))
+
     beyond = scheduled[: max(0, len(scheduled) - options.keep_last)]
-    return [each for each in beyond if each.kept_unix_ns <= old_ns]
+    return [each for each in beyond if age(each) >= seconds]
 
 
 def _lines(model: Model) -> list[tuple[KeptVersion, int]]:

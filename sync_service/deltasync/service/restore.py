@@ -5,7 +5,7 @@ last. Until then, no service starts on the directory.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.files import flush
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import Place
+from deltasync.checkpoints.kept_version import kept_file, pack_kept
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.position import next_epoch
@@ -23,7 +24,7 @@ from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
 from deltasync.log.records import check_log, pack_json, reading, unpack_json
 from deltasync.log.volume import refused
-from deltasync.service.backup import ANOTHER, BackupPlace
+from deltasync.service.backup import ANOTHER, BackupPlace, followed_versions
 
 _LOG = "log"
 _BEFORE = "remove {name} there and restore again from the checkpoint before it, or restore a backup"
@@ -31,10 +32,17 @@ _BEFORE = "remove {name} there and restore again from the checkpoint before it, 
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The models in a new data directory with their versions, and the number of bytes read."""
+    """A new data directory.
+
+    Attributes:
+        models: the models with their versions.
+        bytes: number of bytes read.
+        lacking: consumers that follow a version which could not be restored, in words.
+    """
 
     models: Mapping[str, int]
     bytes: int
+    lacking: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,14 @@ def restore(url: str | Path, data_dir: Path) -> RestoreResult:
         _check_target(data_dir)
         try:
             with _writing(data_dir):
-                _restore(source, data_dir)
+                lacking = _restore(source, data_dir)
         except BaseException:
             for each in (CHECKPOINTS, _LOG, UNFINISHED_LOG):
                 shutil.rmtree(data_dir / each, ignore_errors=True)
             (data_dir / "lock").unlink(missing_ok=True)
             raise
-    return RestoreResult(
-        {each.model: each.version for each in source.manifests}, sum(each.bytes for each in source.manifests)
-    )
+    models = {each.model: each.version for each in source.manifests}
+    return RestoreResult(models, sum(each.bytes for each in source.manifests), lacking)
 
 
 def _source(url: str) -> _Source:
@@ -139,7 +146,7 @@ def _check_target(data_dir: Path) -> None:
         raise InvalidInput(f"{data_dir} is not empty: choose a new or an empty folder")
 
 
-def _restore(source: _Source, data_dir: Path) -> None:
+def _restore(source: _Source, data_dir: Path) -> list[str]:
     unfinished = data_dir / UNFINISHED_LOG
     unfinished.mkdir(exist_ok=True)  # First: this name keeps a service from starting on the folder.
     flush(data_dir)
@@ -147,12 +154,13 @@ def _restore(source: _Source, data_dir: Path) -> None:
     for each in unfinished.iterdir():
         each.unlink()
     place = Place(str(data_dir / CHECKPOINTS))
-    log = LmdbStore(LogOptions(directory=unfinished))
+    log, lacking = LmdbStore(LogOptions(directory=unfinished)), list[str]()
     try:
         check_log(log, data_dir / CHECKPOINTS)
         for manifest in source.manifests:
             with _advising(source.remedy(manifest)):
                 _restore_model(source.place, manifest, place, log)
+                lacking += _restore_kept(source.place, manifest, place)
         log.put_all(source.others).result()
     finally:
         log.close()
@@ -160,6 +168,7 @@ def _restore(source: _Source, data_dir: Path) -> None:
     flush(unfinished)
     unfinished.rename(data_dir / _LOG)
     flush(data_dir)
+    return lacking
 
 
 def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStore) -> None:
@@ -178,6 +187,23 @@ def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStor
         write.result()
     histories = {owner: epochs.get(each, each) for owner, each in manifest.histories.items()}
     store.copy(replace(manifest, histories=histories, small=small), place)
+
+
+def _restore_kept(source: Place, manifest: Manifest, place: Place) -> list[str]:
+    """Copy the kept versions that consumers follow. Return in words which ones are not there."""
+    store, lacking = CheckpointStore(manifest.model, source), list[str]()
+    there = {each.id for each in store.kept()}
+    for consumer, versions in followed_versions(manifest).items():
+        for each in versions:
+            if each.id in there:
+                store.copy(store.manifest_of(each.id), place)
+                place.put(kept_file(manifest.model, each.id), pack_kept(each))
+            else:
+                lacking.append(
+                    f"consumer {consumer!r} needs {each.words}, which {source.url} lacks: let it follow another "
+                    f"version (deltasync consumers follow {consumer} --live)"
+                )
+    return lacking
 
 
 def _of_next_epoch(manifest: Manifest) -> tuple[dict[str, bytes], Mapping[str, str]]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from deltasync.access.limits import Limits
+from deltasync.base.clock import Moment
 from deltasync.base.events import EventCounts, EventKind, EventLog, Events, RecentEvents
 from deltasync.base.process import FreedMemory
 from deltasync.base.threads import name_threads
@@ -37,6 +38,8 @@ _FREED_BYTES = 512 << 20
 class Service:
     """The parts of a service. Created and used in one event loop. Without `logs` it opens its own log.
 
+    `clock` tells times and durations of rollouts.
+
     Attributes:
         options: its options.
         logs: the durable logs.
@@ -62,7 +65,13 @@ class Service:
         draining: set when the service begins to shut down.
     """
 
-    def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
+    def __init__(
+        self,
+        options: ServiceOptions,
+        tasks: asyncio.TaskGroup,
+        logs: Logs | None = None,
+        clock: Callable[[], Moment] = Moment.now,
+    ) -> None:
         self.options = options
         self.draining = asyncio.Event()
         self.limits = Limits(options.limits)
@@ -96,16 +105,11 @@ class Service:
         self.reloading = Reloading(self.models, self.recovery, self.events, self.draining, tasks)
         self.checkpoints = Checkpoints(self.models, self.registry, self.views, options, self.events, self.draining)
         self.histories = Histories(
-            self.models, self.registry, self.consumers, options.history_seconds, self.events
+            self.models, self.registry, self.consumers, options.history_seconds, self.events, clock
         )
-        self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events)
+        self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events, clock)
         self.following = Following(
-            self.models,
-            self.registry,
-            self.consumers,
-            self.views,
-            options.history_seconds,
-            self.events,
+            self.models, self.registry, self.consumers, self.views, self.histories, self.events, clock
         )
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)

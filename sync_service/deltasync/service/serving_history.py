@@ -1,12 +1,14 @@
 """Writes what replicas served when, and reads it."""
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import xxhash
+
+from deltasync.base.clock import Moment
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
@@ -19,95 +21,158 @@ from deltasync.consumers.serving_history import (
     pack_line,
     page_of,
     read_lines,
-    read_lines_from,
 )
 from deltasync.core.table_form import Mode
 from deltasync.log.log_store import LogStore
 from deltasync.model.feed import Feed
+from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
 
 _LOOK_SECONDS = 1.0
-# How far to look back for the newest line after a start. Without it, replicas prove their version once more.
-_START_SECONDS = 3600.0
+_REPEAT_NS = int(REPEAT_SECONDS * 1e9)
+# A process that was suspended has not seen anything, so that a look counts for no longer than this.
+LONGEST_LOOK_NS = 5 * 10**9
 # Bounds the memory of an answer, whatever the number of replicas.
 _PAGE_VERSIONS = 10_000
-# Lines that are too old are dropped this often.
-_DROP_NS = 60 * 10**9
+
+
+@dataclass
+class _Watched:
+    """What the service knows of a consumer's history.
+
+    Attributes:
+        consumer: the consumer.
+        written: the newest line in the log.
+        present: what the last look found, with the time until then.
+        looked: when that was.
+        processes: stands for the processes of the connected replicas, by the last look.
+        recorded: seals that lines have as held by the present replicas.
+    """
+
+    consumer: Consumer
+    written: HistoryLine
+    present: HistoryLine
+    looked: Moment
+    processes: set[int] = field(default_factory=set)
+    recorded: set[int] = field(default_factory=set)
 
 
 class Histories:
-    """The histories of the consumers of this process. Used in the event loop."""
+    """The histories of the consumers of this process. Used in the event loop.
+
+    Attributes:
+        keep_seconds: how long lines are stored, by the clock of their history.
+    """
 
     def __init__(
-        self, models: Models, registry: ConsumerRegistry, consumers: Consumers, keep_seconds: float, events: Events
+        self,
+        models: Models,
+        registry: ConsumerRegistry,
+        consumers: Consumers,
+        keep_seconds: float,
+        events: Events,
+        clock: Callable[[], Moment] = Moment.now,
     ) -> None:
         self._models = models
         self._registry = registry
         self._consumers = consumers
-        self._keep_ns = int(keep_seconds * 1e9)
+        self.keep_seconds = keep_seconds
         self._events = events
-        self._newest = dict[str, HistoryLine]()  # By consumer.
+        self._clock = clock
+        self._watched = dict[str, _Watched]()  # By consumer.
 
-    async def of(self, name: str, since_seconds: float, last: int, from_unix_ns: int | None = None) -> HistoryPage:
+    async def of(self, name: str, since_seconds: float, last: int, from_ns: int | None = None) -> HistoryPage:
         """A page of a consumer's lines.
 
         Args:
             name: the consumer.
             since_seconds: how far to look back.
             last: the page begins with the newest `last` lines, and has no more.
-            from_unix_ns: begin with the lines from this time on instead; None = do not.
+            from_ns: begin with the lines from this time of the history's clock on instead; None = do not.
 
         Raises:
             NotFound: no consumer has that name.
             StorageFailed: the log cannot be read.
         """
         log = self._models.storage.logs.of(self._consumers.get(name).model)
+        watched = self._watched.get(name)
+        now_ns = watched.present.watched_ns if watched else log.newest(history_stream(name))
 
         def read() -> HistoryPage:
-            first = _first_of(log, name, since_seconds, last) if from_unix_ns is None else from_unix_ns
-            return page_of(read_lines_from(log, name, first), last, _PAGE_VERSIONS)
+            first = from_ns
+            if first is None:
+                first = _first_of(log, name, now_ns - int(since_seconds * 1e9), last)
+            return page_of(read_lines(log, name, first), last, _PAGE_VERSIONS)
 
         return await asyncio.to_thread(read)
 
+    async def until_now(self, name: str, seconds: float) -> list[HistoryLine]:
+        """The lines of a consumer of the last seconds, oldest first, and what is so now as the last one.
+
+        Empty until the service has looked at the consumer.
+
+        Raises:
+            NotFound: no consumer has that name.
+            StorageFailed: the log cannot be read.
+        """
+        if (watched := self._watched.get(name)) is None:
+            return []
+        log, newest = self._models.storage.logs.of(self._consumers.get(name).model), [watched.written]
+        if watched.present.watched_ns > watched.written.watched_ns:
+            newest.append(watched.present)
+        first_ns = newest[-1].watched_ns - int(seconds * 1e9) - _REPEAT_NS
+        lines = await asyncio.to_thread(lambda: list(read_lines(log, name, first_ns)))
+        return [*(each for each in lines if each.watched_ns < newest[0].watched_ns), *newest]
+
     async def run(self) -> None:
-        """Write lines, and drop those that are too old, until cancelled. It reports failures and goes on."""
+        """Write lines, and drop those that are too old, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            self._newest = {name: line for name, line in self._newest.items() if name in self._registry.consumers}
-            for consumer in list(self._registry.consumers.values()):
-                try:
-                    await self._look_at(consumer)
-                except DeltasyncError as error:
-                    self._report(consumer.name, error)
-                await asyncio.sleep(0)  # With many consumers, others get their turn.
+            await self.look()
 
-    async def _look_at(self, consumer: Consumer) -> None:
-        model, name = self._models.get(consumer.model), consumer.name
-        if model is None:
-            return
-        if name not in self._newest:  # The service has started, or has taken the model over.
-            self._newest[name] = HistoryLine(unix_ns=0)
-            for line in await asyncio.to_thread(_newest_line, model.log, name):
-                self._newest[name] = line
-        feed, before = self._consumers.feed(consumer), self._newest[name]
+    async def look(self) -> None:
+        """Look at all consumers once. It reports failures."""
+        registered = self._registry.consumers
+        self._watched = {
+            name: each for name, each in self._watched.items() if registered.get(name) is each.consumer
+        }
+        for consumer in list(registered.values()):
+            try:
+                if model := self._models.get(consumer.model):
+                    await self._look_at(consumer, model)
+            except DeltasyncError as error:
+                self._report(consumer.name, error)
+            await asyncio.sleep(0)  # With many consumers, others get their turn.
+
+    async def _look_at(self, consumer: Consumer, model: Model) -> None:
+        name = consumer.name
+        if (watched := self._watched.get(name)) is None:  # The service has started, or has taken the model over.
+            newest = await asyncio.to_thread(_newest_line, model.log, name)
+            watched = _Watched(consumer, newest, newest, self._clock())
+        feed, before, now = self._consumers.feed(consumer), watched.present, self._clock()
         if feed is None or self._registry.consumers.get(name) is not consumer:  # It left meanwhile.
             return
-        stream, now_unix_ns = history_stream(name), time.time_ns()
-        if set_back := before.unix_ns > now_unix_ns + REPEAT_SECONDS * 1e9:
-            # Otherwise followers would wait until the clock reaches the times of these lines again.
-            model.log.drop(stream, now_unix_ns)
-            before = replace(before, unix_ns=0)
-        line = line_of(consumer, feed, before, now_unix_ns)
-        same = line.replicas == before.replicas and (line.number, line.follows) == (before.number, before.follows)
-        is_due = set_back or (line.replicas and line.unix_ns >= before.unix_ns + REPEAT_SECONDS * 1e9)
-        if same and not is_due:
+        seen_ns = min(max(1, now.after_ns(watched.looked)), LONGEST_LOOK_NS)
+        written, stream = watched.written, history_stream(name)
+        line = line_of(consumer, feed, before, now.unix_ns, before.watched_ns + seen_ns)
+        processes = _processes(consumer)
+        line = replace(
+            line,
+            fleet=f"{sum(processes) % 2**64:016x}" if processes else "",
+            held=_held(consumer, feed, line, watched, processes),
+            after_ns=written.watched_ns,
+        )
+        watched.present, watched.looked, watched.processes = line, now, processes
+        self._watched[name] = watched
+        is_due = line.replicas and line.watched_ns >= written.watched_ns + _REPEAT_NS
+        if not is_due and not _says_more(line, written):
             return
-        self._newest[name] = line
-        written = asyncio.wrap_future(model.log.append(stream, line.unix_ns, 0, 0, pack_line(line)))
-        written.add_done_callback(partial(self._note_written, name))
-        if line.unix_ns // _DROP_NS != before.unix_ns // _DROP_NS:
-            model.log.truncate(stream, max(0, line.unix_ns - self._keep_ns))
+        watched.written = line
+        appended = asyncio.wrap_future(model.log.append(stream, line.watched_ns, 0, 0, pack_line(line)))
+        appended.add_done_callback(partial(self._note_written, name))
+        if line.watched_ns // _REPEAT_NS != written.watched_ns // _REPEAT_NS:
+            model.log.truncate(stream, max(0, line.watched_ns - int(self.keep_seconds * 1e9)))
 
     def _note_written(self, consumer: str, written: "asyncio.Future[None]") -> None:
         if not written.cancelled() and isinstance(error := written.exception(), Exception):
@@ -118,32 +183,33 @@ class Histories:
         self._events.emit(EventKind.FAILED, text, error, consumer=consumer)
 
 
-def _newest_line(log: LogStore, consumer: str) -> Iterable[HistoryLine]:
-    return deque(read_lines(log, consumer, _START_SECONDS), 1)
-
-
-def _first_of(log: LogStore, consumer: str, since_seconds: float, last: int) -> int:
+def _first_of(log: LogStore, consumer: str, since_ns: int, last: int) -> int:
     """The time of the oldest of the newest `last` lines, without decoding lines."""
-    since = max(0, time.time_ns() - int(since_seconds * 1e9))
-    times = deque((each.number for each in log.read(history_stream(consumer), since)), last)
-    return times[0] if times else since
+    times = deque((each.number for each in log.read(history_stream(consumer), max(0, since_ns))), last)
+    return times[0] if times else since_ns
 
 
-def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: int) -> HistoryLine:
-    """What the replicas of a consumer have proven now; `before` is the line before."""
-    has_rows = consumer.policy.mode is not Mode.IDS
+def _newest_line(log: LogStore, consumer: str) -> HistoryLine:
+    lines = read_lines(log, consumer, log.newest(history_stream(consumer)))
+    return next(lines, HistoryLine(unix_ns=0))
+
+
+def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: int, watched_ns: int) -> HistoryLine:
+    """What each replica of a consumer has proven now; `before` is the line before."""
     newest, versions = 0, dict[str, int]()
     for replica in sorted(consumer.fleet, key=lambda each: each.name):
         number = offset_in(feed.history, feed.seal_of, replica.applied)
         earlier = before.replicas.get(replica.name, 0)
-        versions[replica.name] = _proven(replica, feed.version_of(number), earlier, has_rows=has_rows)
+        versions[replica.name] = _proven(consumer, replica, feed.version_of(number), earlier)
         newest = max(newest, number if versions[replica.name] else 0)
     follows = consumer.follows.kept if consumer.follows else None
     line = HistoryLine(
-        unix_ns=max(now_unix_ns, before.unix_ns + 1),  # Lines are numbered by time, even if a clock is set back.
+        unix_ns=now_unix_ns,
+        watched_ns=watched_ns,
         number=newest,
         follows=(follows.name or str(follows.version)) if follows else "",
         replicas=versions,
+        objections=consumer.objection.withdrawn if consumer.objection else 0,
     )
     if (head := feed.head_of(newest)) is None:
         return line
@@ -157,11 +223,52 @@ def line_of(consumer: Consumer, feed: Feed, before: HistoryLine, now_unix_ns: in
     )
 
 
-def _proven(replica: Replica, version: int, before: int, *, has_rows: bool) -> int:
+def _proven(consumer: Consumer, replica: Replica, version: int, before: int) -> int:
     """The version that a replica has proven, 0 = none: it acknowledged `version`, and had proven `before`."""
     if replica.damaged:
         return 0
-    if replica.checked or not has_rows:
+    if _proves_now(consumer, replica):
         return version
     # It connected again, or has not compared a newer release yet.
     return min(before, version)
+
+
+def _proves_now(consumer: Consumer, replica: Replica) -> bool:
+    return replica.checked or consumer.policy.mode is Mode.IDS
+
+
+def _processes(consumer: Consumer) -> set[int]:
+    # Without the id of a process, each connection counts as another one.
+    names = (f"{each.name}/{each.instance or each.since_ns}" for each in consumer.connected)
+    return {xxhash.xxh3_64_intdigest(each.encode()) for each in names}
+
+
+def _held(
+    consumer: Consumer, feed: Feed, line: HistoryLine, watched: _Watched, processes: set[int]
+) -> tuple[int, ...]:
+    """The seals of versions that every connected replica holds exactly, or has held since the line before."""
+    connected, withdrawn = consumer.connected, line.objections != watched.present.objections
+    if watched.processes - processes or withdrawn:  # What they held before the loss of one counts no more.
+        for each in connected:
+            each.held.clear()
+    if watched.processes != processes or withdrawn:
+        watched.recorded = set()
+    seals = {version: feed.seals.checksum_of(version) for version in set(line.replicas.values())}
+    for each in connected:
+        if _proves_now(consumer, each) and not each.damaged:
+            each.note_held(seals[line.replicas[each.name]])
+    ever = set(connected[0].held) if connected else set[int]()
+    held = ever - (watched.recorded - set(seals.values()))
+    for each in connected:
+        held = {seal for seal in held if seal in each.held}
+    watched.recorded = watched.recorded & ever | held
+    return tuple(sorted(held))
+
+
+def _says_more(line: HistoryLine, written: HistoryLine) -> bool:
+    """Whether a line has anything but a later time that the newest line in the log has not."""
+    if not set(written.held).issuperset(line.held):
+        return True
+    return replace(line, unix_ns=0, watched_ns=0, after_ns=0, held=()) != replace(
+        written, unix_ns=0, watched_ns=0, after_ns=0, held=()
+    )

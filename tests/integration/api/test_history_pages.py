@@ -1,6 +1,5 @@
 """A history is sent in pages of bounded size, whatever the number of replicas and lines."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +24,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         pass
     log = LmdbStore(LogOptions(directory=folder / "log"))
     names = [f"replica-{number}" for number in range(REPLICAS)]
-    began = time.time_ns() - 60 * 10**9
     for number in range(1, LINES + 1):
-        line = HistoryLine(unix_ns=began + number, version=number, replicas=dict.fromkeys(names, number))
-        log.append(history_stream("predictors"), line.unix_ns, 0, 0, pack_line(line)).result()
+        replicas = dict.fromkeys(names, number)
+        line = HistoryLine(unix_ns=number, watched_ns=number, version=number, replicas=replicas)
+        log.append(history_stream("predictors"), line.watched_ns, 0, 0, pack_line(line)).result()
     log.close()
     with RunningService(folder) as service:
         yield service
@@ -38,10 +37,10 @@ def test_an_answer_has_a_bounded_number_of_versions_and_names_the_next_page(serv
     first = service.get_json("/consumers/predictors/history")
     assert [line["version"] for line in first["lines"]] == [1, 2, 3]
     assert sum(len(line["replicas"]) for line in first["lines"]) <= VERSIONS
-    second = service.get_json(f"/consumers/predictors/history?from_unix_ns={first['next_unix_ns']}")
+    second = service.get_json(f"/consumers/predictors/history?from_ns={first['next_ns']}")
     assert [line["version"] for line in second["lines"]] == [4, 5, 6]
     last = service.get_json("/consumers/predictors/history?last=2")
-    assert ([line["version"] for line in last["lines"]], last["next_unix_ns"]) == ([7, 8], None)
+    assert ([line["version"] for line in last["lines"]], last["next_ns"]) == ([7, 8], None)
 
 
 @pytest.mark.parametrize("last", [1, 3, 4, 7, LINES, 1000])

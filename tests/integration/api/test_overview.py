@@ -155,7 +155,7 @@ def test_a_query_parameter_that_a_route_lacks_is_refused(running: RunningService
             continue
         answer = json.loads(body)
         history = "/consumers/{name}/history"
-        queries = {"/versions": "last, model", "/events": "last", history: "from_unix_ns, last, since_seconds"}
+        queries = {"/versions": "last, model", "/events": "last", history: "from_ns, last, since_seconds"}
         takes = queries.get(route, "none")
         unknown = "nonsense" if "last" in takes else "last"
         said = f"unknown query parameter {unknown!r}: {method} {route} takes {takes}"

@@ -13,7 +13,18 @@ from typing import Any
 import grpc
 import pytest
 from tests.support.command import deltasync
-from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import (
+    ITEM,
+    TABLES,
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    wait_for_lag,
+    wait_until_in_sync,
+)
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
@@ -187,6 +198,53 @@ def test_a_backup_goes_on_as_a_new_epoch_of_the_same_past(tmp_path: Path) -> Non
         assert {name: target.received_rows for name, target in targets.items()} == received
     assert len(set(histories)) == 3
     assert {each.partition(".")[0] for each in histories} == {head.history}
+
+
+@pytest.mark.parametrize("backed_up", [False, True], ids=["url", "backup"])
+def test_a_consumer_follows_its_kept_version_after_a_restore(tmp_path: Path, backed_up: bool) -> None:
+    """Also if no replica has had it before."""
+    data, copies = tmp_path / "data", tmp_path / "copies"
+    settings: dict[str, Any] = {} if backed_up else {"checkpoints": str(copies)}
+    with RunningService(data, policies=POLICIES, **settings) as service, Trainer(service.grpc) as trainer:
+        admin = admin_of(service)
+        trainer.publish_all()
+        good = trainer.expected()
+        admin.keep_version("clicks", "good")
+        trainer.change(5)
+        admin.keep_version("clicks", "later")
+        admin.follow_version("predictors", "good")
+        admin.follow_consumer("ranked", "predictors", 60.0, version="good")
+        trainer.change(5)
+        admin.make_checkpoint("clicks")
+        if backed_up:
+            admin.backup(str(tmp_path / "backup"))
+    source = tmp_path / "backup" if backed_up else copies
+    assert restore(source, tmp_path / "restored").lacking == []
+    shutil.rmtree(data)
+    with RunningService(tmp_path / "restored") as service:
+        for consumer in ("predictors", "ranked"):
+            target = Recorder()
+            with follow(service, consumer, "newcomer", target):
+                wait_for_lag(service, consumer, lambda lag: (lag["head"], lag["state"]) == (1, "in sync"))
+                assert target.bytes() == good
+        assert [each["name"] for each in admin_of(service).kept_versions("clicks")] == ["good"]
+
+
+def test_a_restore_names_the_consumers_whose_kept_version_is_gone(tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    with RunningService(tmp_path / "data", checkpoints=str(copies)) as service, Trainer(service.grpc) as trainer:
+        admin = admin_of(service)
+        trainer.publish_all()
+        admin.keep_version("clicks", "good")
+        admin.follow_version("predictors", "good")
+        trainer.change(5)
+        admin.make_checkpoint("clicks")
+    for each in (copies / "clicks" / "kept").iterdir():
+        each.unlink()
+    assert restore(copies, tmp_path / "restored").lacking == [
+        f"consumer 'predictors' needs version 1 (good), which {copies} lacks: let it follow another version "
+        "(deltasync consumers follow predictors --live)"
+    ]
 
 
 @pytest.fixture
