@@ -1,8 +1,8 @@
 """Pytest plugin that provokes races: `python -m pytest -p tests.support.stress FILES`, or `make stress`.
 
 It runs files, and the tests of a file, in random order. Meanwhile other processes use the cores now and then, the
-interpreter switches threads often, and threads pause where they hand work to each other or to an event loop. It does
-the same in processes that `forks` starts. STRESS_SEED repeats the order and, as far as threads allow, the pauses.
+interpreter switches threads often, and threads pause where they hand work to each other or to an event loop. Services
+and ranks that `forks` starts do the same. STRESS_SEED repeats the order and, as far as threads allow, the pauses.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle files, and the tests of each file unless it is marked `in_order`. All workers draw the same order."""
+    """Shuffle files, and the tests of a file unless it is marked `in_order`. All workers draw the same order."""
     files = dict[str, list[pytest.Item]]()
     for item in items:
         files.setdefault(str(item.path), []).append(item)
