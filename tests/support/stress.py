@@ -1,8 +1,9 @@
 """Pytest plugin that provokes races: `python -m pytest -p tests.support.stress FILES`, or `make stress`.
 
 It runs files, and the tests of a file, in random order. Meanwhile other processes use the cores now and then, the
-interpreter switches threads often, and threads pause where they hand work to each other or to an event loop. Services
-and ranks that `forks` starts do the same. STRESS_SEED repeats the order and, as far as threads allow, the pauses.
+interpreter switches threads often, and threads pause where they hand work to each other or to an event loop.
+Services and ranks that `forks` starts do so, too. STRESS_SEED repeats the order and, as far as threads allow, the
+pauses.
 """
 
 import asyncio
