@@ -47,11 +47,12 @@ nightly: check build/torchrec-next  ## run all tests with ten times the examples
 
 # Each round has a seed of its own: SEED or the time, then the next numbers. Busy machines need longer than usual.
 ROUNDS ?= 1
+TESTS ?= tests/integration
 STRESS = --timeout 990 -p tests.support.stress
-stress: install  ## run the integration tests in random order while threads race (ROUNDS=1 SEED=...)
+stress: install  ## run the integration tests in random order while threads race (ROUNDS=1 SEED=... TESTS=...)
 	@seed=$(if $(filter file,$(origin SEED)),$$(date +%s),$(SEED)); for round in $$(seq $(ROUNDS)); do \
 		echo "round $$round of $(ROUNDS): SEED=$$seed"; \
-		STRESS_SEED=$$seed $(PYTEST) $(STRESS) tests/integration $(ARGS) || { echo "repeat it with: make stress SEED=$$seed"; exit 1; }; \
+		STRESS_SEED=$$seed $(PYTEST) $(STRESS) $(TESTS) $(ARGS) || { echo "repeat it with: make stress SEED=$$seed"; exit 1; }; \
 		seed=$$((seed + 1)); done
 
 build/torchrec-next: deploy/locks/torchrec-next.lock | $(STAMP)

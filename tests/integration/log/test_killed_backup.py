@@ -127,12 +127,11 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
 
 def test_of_two_backups_into_one_place_one_fails_and_the_other_is_whole(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
-    begun, copy = list[Path](), CheckpointStore.copy
+    others, copy = [shutil.copytree(data_dir, tmp_path / "copy")], CheckpointStore.copy
 
     def busy(store: CheckpointStore, manifest: Manifest, place: Place, check: Any = lambda: None) -> None:
-        if not begun:
-            begun.append(shutil.copytree(data_dir, tmp_path / "copy"))
-            back_up_offline(begun[0], tmp_path / "backup")
+        if others:
+            back_up_offline(others.pop(), tmp_path / "backup")
         copy(store, manifest, place, check)
 
     with pytest.MonkeyPatch.context() as patch:
