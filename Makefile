@@ -19,7 +19,7 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test nightly check bench soak attacks test-gpu bench-gpu protos docs lock audit sbom format clean
+.PHONY: help install demo unit test nightly stress check bench soak attacks test-gpu bench-gpu protos docs lock audit sbom format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -41,8 +41,19 @@ test: check  ## lint, types, layers, unit and integration tests (WORKERS=0: in o
 NIGHTLY = -m 'nightly or not nightly' --hypothesis-profile nightly
 nightly: check build/torchrec-next  ## run all tests with ten times the examples, the trainer's also on the next TorchRec
 	$(PYTEST) $(NIGHTLY) $(ARGS)
+	$(MAKE) stress
 	PYTHONPATH=build/torchrec-next $(BIN)/python -W ignore -c 'import torchrec; assert "torchrec-next" in torchrec.__file__; print("TorchRec", torchrec.__version__)'
 	PYTHONPATH=$(CURDIR)/build/torchrec-next $(PYTEST) -m 'nightly or not nightly' tests/unit/trainer tests/integration/trainer $(ARGS)
+
+# Each round has a seed of its own: SEED or the time, then the next numbers. Busy machines need longer than usual.
+ROUNDS ?= 1
+TESTS ?= tests/integration
+STRESS = --timeout 990 -p tests.support.stress
+stress: install  ## run the integration tests in random order while threads race (ROUNDS=1 SEED=... TESTS=...)
+	@seed=$(if $(filter file,$(origin SEED)),$$(date +%s),$(SEED)); for round in $$(seq $(ROUNDS)); do \
+		echo "round $$round of $(ROUNDS): SEED=$$seed"; \
+		STRESS_SEED=$$seed $(PYTEST) $(STRESS) $(TESTS) $(ARGS) || { echo "repeat it with: make stress SEED=$$seed"; exit 1; }; \
+		seed=$$((seed + 1)); done
 
 build/torchrec-next: deploy/locks/torchrec-next.lock | $(STAMP)
 	rm -rf $@ && $(PIP) $(INSTALL) --target $@ -r $<

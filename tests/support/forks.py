@@ -221,6 +221,10 @@ def _settle(environment: Mapping[str, str], folder: str, descriptors: Sequence[i
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if seed := environment.get("STRESS_SEED"):
+        from tests.support.stress import provoke  # It imports pytest, which programs do without otherwise.
+
+        provoke(f"{seed} {folder}")
 
 
 def _run(first: str, *rest: str) -> None:

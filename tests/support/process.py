@@ -172,7 +172,11 @@ class ServiceProcess(HttpStatus):
         return self.process.wait(_DEADLINE_SECONDS)
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -523,7 +523,7 @@ Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
 
 @_typing.final
 class CutSealed(_message.Message):
-    """CutSealed says that a cut is durable. The rank may forget the rows of its part."""
+    """CutSealed says that a cut is durable, and that every request sees its version. The rank may forget the rows of its part."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

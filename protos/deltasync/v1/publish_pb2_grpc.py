@@ -48,7 +48,7 @@ class PublishServiceServicer:
 
     def Publish(self, request_iterator, context):
         """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
-        service answers the open at once, and each close when the whole cut is durable.
+        service answers the open at once, and each close when the whole cut is durable and every request sees it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class PublishServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PublishServiceAsyncStub: ...
     Publish: _grpc.StreamStreamMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]
     """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
-    service answers the open at once, and each close when the whole cut is durable.
+    service answers the open at once, and each close when the whole cut is durable and every request sees it.
     """
 
 @_typing.type_check_only
@@ -45,7 +45,7 @@ class PublishServiceAsyncStub(PublishServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.StreamStreamMultiCallable[_publish_pb2.PublishRequest, _publish_pb2.PublishResponse]  # type: ignore[assignment]
     """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
-    service answers the open at once, and each close when the whole cut is durable.
+    service answers the open at once, and each close when the whole cut is durable and every request sees it.
     """
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +58,7 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_publish_pb2.PublishResponse], _abc.AsyncIterator[_publish_pb2.PublishResponse]]:
         """Publish carries the parts of one rank. The rank first sends an open, then chunks and one close for each cut. The
-        service answers the open at once, and each close when the whole cut is durable.
+        service answers the open at once, and each close when the whole cut is durable and every request sees it.
         """
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -188,8 +188,9 @@ class Place:
                 raise PlaceFailed(f"{text}has room and permits it") from error
             if not isinstance(error, OSError):
                 raise
-            advice = _ADVICE.get(error.errno or 0, _OTHERWISE)
-            raise PlaceFailed(f"checkpoints: {where} cannot be {done}: {error.strerror}: {advice}") from error
+            # Only errors of the operating system have a number and a text of their own.
+            reason, advice = error.strerror or repr(error), _ADVICE.get(error.errno or 0, _OTHERWISE)
+            raise PlaceFailed(f"checkpoints: {where} cannot be {done}: {reason}: {advice}") from error
 
 
 def _put_file(path: Path, content: bytes | memoryview) -> None:

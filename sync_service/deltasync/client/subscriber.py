@@ -373,10 +373,10 @@ class Subscriber:
             return
         if head != self.held:
             return
-        if head.number:
-            self._show(assembler, progress)
         version = Position(assembler.model_history, progress.version, progress.version_seal)
-        self._hold(self.held, version, event_time_from_message(progress))
+        with self._holds(self.held, version, event_time_from_message(progress)):
+            if head.number:
+                self._show(assembler, progress)
         self._look_again(assembler, requests)
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: Requests) -> None:
@@ -409,10 +409,10 @@ class Subscriber:
             if release.resync:  # The release that repairs the rows will not be a resync.
                 self._readiness.holds(None, reset=True)
             return
-        self._show(assembler, end, reset=release.resync)
         # After the ack: a thread that waits for the version may close the subscriber at once.
         version = Position(assembler.model_history, release.version, end.version_seal)
-        self._hold(release.position, version, release.event_time_unix_ns)
+        with self._holds(release.position, version, release.event_time_unix_ns):
+            self._show(assembler, end, reset=release.resync)
 
     def _look_again(self, assembler: ReleaseAssembler, requests: Requests) -> None:
         """Verify a block of the target's rows while there is no new release, and send the checksums."""
@@ -470,11 +470,14 @@ class Subscriber:
             newest = newest_ns(message.token, message.behind_ns, self._opened_ns)
             self._readiness.holds(newest, reset=reset)
 
-    def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
+    @contextmanager
+    def _holds(self, position: Position, version: Position, event_time_unix_ns: int | None) -> Iterator[None]:
+        """Move to a position. Inside the block, record the readiness: threads that wait for one see the other."""
         with self._moved:
             self.held, self.version, self._trouble = position, version, None
             self._told_version = version
             self.event_time_unix_ns = event_time_unix_ns
+            yield
             self._moved.notify_all()
 
     def _reached(self, wanted: Position | int) -> bool:

@@ -315,6 +315,7 @@ class CutCoordinator:
             self.model.failure = ""
             if self.whenever_sealed:
                 await self.whenever_sealed()
+            await self.sealer.applied()  # Whoever learns of the version may ask for it anywhere.
             current.sealed.set_result(position)
         finally:
             self.open_cut = None

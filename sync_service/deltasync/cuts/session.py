@@ -298,7 +298,7 @@ class PublishSession:
             raise
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
-        """Close this rank's part, and wait until the cut is durable; return its position.
+        """Close this rank's part, and wait until the cut is durable and applied; return its position.
 
         Raises:
             InvalidInput: the part does not match its close.
@@ -312,10 +312,10 @@ class PublishSession:
 
     async def _closed(self, close: publish_pb2.PartClose) -> Position:
         self._check_current()
-        if sealed := self._sealed_before(close.step):
-            return Position(self._model.history, sealed.version, sealed.checksum)
         if open_cut := self._closed_before(close.step):
             return await asyncio.shield(open_cut.sealed)
+        if sealed := self._sealed_before(close.step):
+            return Position(self._model.history, sealed.version, sealed.checksum)
         open_cut, part = self._part_of(close.step)
         event_time, differing = event_time_from_message(close), self._differing(close)
         check_event_time(event_time)

@@ -3,14 +3,15 @@
 import json
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.support.command import deltasync
 from tests.support.deployments import COMMAND
-from tests.support.fleet import Trainer, follow, wait_for_lag, wait_until_in_sync
+from tests.support.fleet import WAIT, Trainer, follow, wait_for_lag, wait_until_in_sync
+from tests.support.programs import killed
 from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
@@ -38,6 +39,16 @@ def shown(*arguments: str) -> str:
     code, out, err = deltasync(*arguments)
     assert (code, err) == (0, ""), err
     return out
+
+
+@contextmanager
+def interruptible(*arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """A command that obeys SIGINT, also if this process ignores it: a shell's background jobs do, and children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE)
+    signal.signal(signal.SIGINT, before)
+    with killed(process):
+        yield process
 
 
 def test_one_address_does_for_all(service: RunningService) -> None:
@@ -160,19 +171,12 @@ def test_of_rows_without_values_the_norm_of_what_has_changed_is_shown(service: R
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_by: signal.Signals) -> None:
-    command = [*COMMAND, "tail", "predictors", "--service", service.grpc]
-    # A child inherits an ignored SIGINT, which is what a shell gives to what runs in its background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        signal.signal(signal.SIGINT, before)
-        try:
-            assert process.stdout
-            assert b"version 2" in process.stdout.readline()
-            wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == [2, 2])
-            process.send_signal(ended_by)
-            assert process.wait(30) == (-signal.SIGKILL if ended_by == signal.SIGKILL else 0)
-        finally:
-            process.kill()
+    with interruptible("tail", "predictors", "--service", service.grpc) as process:
+        assert process.stdout
+        assert b"version 2" in process.stdout.readline()
+        wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == [2, 2])
+        process.send_signal(ended_by)
+        assert process.wait(WAIT) == (-signal.SIGKILL if ended_by == signal.SIGKILL else 0)
     wait_for_lag(service, "predictors", lambda lag: [each["replica"] for each in lag["replicas"]] == ["p"])
 
 
@@ -181,16 +185,11 @@ def test_a_hint_says_how_to_show_who_one_is(service: RunningService) -> None:
     assert (code, "DELTASYNC_TOKEN, --token-file" in said) == (1, True)
 
 
-def test_what_is_watched_goes_on_until_it_is_stopped(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turns = []
-
-    def sleep(_: float) -> None:
-        turns.append(threading.current_thread())
-        if len(turns) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("deltasync.cli.output.time.sleep", sleep)
-    text = shown("lag", "--watch", "--service", service.http)
-    assert text.count("predictors") == 3
+def test_what_is_watched_goes_on_until_it_is_stopped(service: RunningService) -> None:
+    with interruptible("lag", "--watch", "--service", service.http) as process:
+        assert process.stdout
+        for _ in range(2):
+            while not process.stdout.readline().startswith(b"predictors"):
+                assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT) == 0

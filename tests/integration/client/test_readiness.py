@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -85,6 +86,15 @@ def service_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in ("model.model", "views.view", "views.release_maker"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
+
+
+@pytest.fixture
+def impatient_threads() -> Iterator[None]:
+    """The interpreter switches threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 class Told:
@@ -172,6 +182,26 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
     with pytest.raises(TimeoutError, match="replica 'a' is not ready: its subscriber was closed"):
         replica.wait_until_ready(WAIT)
     assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-readiness"]
+
+
+def test_a_replica_that_is_ready_has_its_version(
+    service: RunningService, trainer: Trainer, impatient_threads: None
+) -> None:
+    head = trainer.publish_all()
+    for name in map(str, range(40)):
+        with follow(service, "predictors", name, CallbackTarget(lambda _: None)) as replica:
+            replica.wait_until_ready(WAIT)
+            assert (replica.held, replica.version) == (head, head)
+
+
+def test_a_replica_that_has_a_version_is_ready(
+    service: RunningService, trainer: Trainer, impatient_threads: None
+) -> None:
+    head = trainer.publish_all()
+    for name in map(str, range(40)):
+        with follow(service, "predictors", name, CallbackTarget(lambda _: None)) as replica:
+            replica.wait_for(head, WAIT)
+            assert replica.ready, replica.readiness
 
 
 def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:

@@ -1,6 +1,5 @@
 """Backups and restores that are killed: they are never taken for complete, and the next one replaces them."""
 
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -9,12 +8,14 @@ from typing import Any
 
 import pytest
 from tests.support.command import deltasync
+from tests.support.examples import examples
 from tests.support.fleet import WAIT, Trainer, admin_of, follow
+from tests.support.forks import services
 from tests.support.process import ServiceProcess
+from tests.support.programs import ROOT, cleaned
 from tests.support.server import RunningService
 
 from deltasync.base.errors import StorageFailed
-from deltasync.base.progress import Progress
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
@@ -34,6 +35,7 @@ for each in path:
 setattr(owner, last, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 runpy.run_module("deltasync", run_name="__main__")
 """
+KILLED_AT = ROOT / "tests" / "support" / "killed_at.py"
 STEPS = [
     "deltasync.checkpoints.writing:CheckpointWriter.write",
     "deltasync.checkpoints.store:pack_manifest",
@@ -41,41 +43,6 @@ STEPS = [
     "deltasync.service.backup:BackupPlace.complete",
     "deltasync.service.backup:asdict",
 ]
-
-
-class Steps:
-    """Copies of a folder before each step that fills it: what a process would leave that is killed there."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, into: Path) -> None:
-        self.copies: list[Path] = []
-        self._folder, self._into = folder, into
-        for owner, name in (
-            (os, "fsync"),
-            *((Path, each) for each in ("mkdir", "rename", "unlink", "open")),
-            (shutil, "rmtree"),
-            (Progress, "add"),
-        ):
-            patch.setattr(owner, name, self._step(getattr(owner, name)))
-
-    def _step(self, step: Any) -> Any:
-        def stepping(*arguments: Any, **named: Any) -> Any:
-            if not self._copying:
-                self._copy()
-            return step(*arguments, **named)
-
-        return stepping
-
-    _copying = False
-
-    def _copy(self) -> None:
-        self._copying = True
-        target = self._into / f"{len(self.copies):03}"
-        if self._folder.exists():
-            shutil.copytree(self._folder, target)
-        else:
-            os.mkdir(target)
-        self.copies.append(target)
-        self._copying = False
 
 
 @pytest.fixture
@@ -90,61 +57,55 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def stages(patch: pytest.MonkeyPatch, folder: Path, into: Path, what: Any) -> Iterator[Path]:
-    """What a folder has at each step of what fills it, also where it is filled after another was killed."""
-    into.mkdir()
-    with patch.context() as patched:
-        steps = Steps(patched, folder, into)
-        what()
-    assert len(steps.copies) > 20
-    yield from steps.copies
+def killed(what: str, source: Path, into: Path) -> Iterator[Path]:
+    """Folders that a process was filling when it was killed, each at a later step; by day every third step."""
+    steps = range(1, 1000, 1 if examples() > 20 else 3)
+    for step in steps:
+        folder = into / f"{step:03}"
+        process = services().start(
+            str(KILLED_AT), str(step), what, str(source), str(folder), environment=cleaned(), folder=str(ROOT)
+        )
+        if process.wait(WAIT) == 0:
+            assert step > 20
+            return
+        assert process.returncode == -signal.SIGKILL
+        if folder.exists():
+            yield folder
+    raise AssertionError("it never ends")
 
 
-def test_a_backup_that_was_killed_is_none_and_is_replaced(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, complete = tmp_path / "backup", 0
-
-    def back_up() -> None:
-        back_up_offline(data_dir, target)
-
-    for killed in stages(monkeypatch, target, tmp_path / "steps", back_up):
-        if (killed / BACKUP_MARKER).exists():
-            (killed / UNFINISHED_BACKUP).unlink(missing_ok=True)  # The last step: it is complete with it, too.
-            assert contents(killed) == contents(target)
-            complete += 1
-            continue
-        if any(killed.iterdir()):
-            with pytest.raises(StorageFailed, match="the backup is incomplete: wait if it is still being made"):
-                restore(killed, tmp_path / "new")
-        if (killed / UNFINISHED_BACKUP).exists():
-            with pytest.raises(StorageFailed, match="is an incomplete backup"):
-                lock_data_directory(killed)
-        made = back_up_offline(data_dir, killed)
-        assert BackupPlace(str(killed)).read() == made
-        assert made.files == len(contents(killed)) - 1  # Nothing of the one that was killed.
-    assert complete
+def test_a_backup_that_was_killed_is_none_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+    for folder in killed("backup", data_dir, tmp_path):
+        if (folder / BACKUP_MARKER).exists():  # Only the mark of an unfinished one was still to be removed.
+            (folder / UNFINISHED_BACKUP).unlink(missing_ok=True)
+            made = BackupPlace(str(folder)).read()
+            assert made
+        else:
+            if any(folder.iterdir()):
+                with pytest.raises(
+                    StorageFailed, match="the backup is incomplete: wait if it is"
+                ):
+                    restore(folder, tmp_path / "new")
+            if (folder / UNFINISHED_BACKUP).exists():
+                with pytest.raises(StorageFailed, match="is an incomplete backup"):
+                    lock_data_directory(folder)
+            made = back_up_offline(data_dir, folder)
+            assert BackupPlace(str(folder)).read() == made
+        assert made.files == len(contents(folder)) - 1  # Nothing of the one that was killed.
 
 
-def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backup, target, complete = tmp_path / "backup", tmp_path / "new", 0
+def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+    backup, whole = tmp_path / "backup", tmp_path / "whole"
     back_up_offline(data_dir, backup)
-    expected = None
-    for killed in stages(monkeypatch, target, tmp_path / "steps", lambda: restore(backup, target)):
-        expected = expected or contents(target)
-        if (killed / "log").exists():
-            assert contents(killed) == expected
-            complete += 1
-            continue
-        if {each.name for each in killed.iterdir()} - {"lock"}:
-            with pytest.raises(StorageFailed, match="is not completely restored: run deltasync restore again"):
-                lock_data_directory(killed)
-        restore(backup, killed)
-        assert {path.name for path in contents(killed)} == {path.name for path in expected}
-        assert [each for each in check_data_directory(killed) if each.problems or each.unknown] == []
-    assert complete
+    restore(backup, whole)
+    for folder in killed("restore", backup, tmp_path):
+        if not (folder / "log").exists():
+            if {each.name for each in folder.iterdir()} - {"lock"}:
+                with pytest.raises(StorageFailed, match="is not completely restored: run deltasync restore again"):
+                    lock_data_directory(folder)
+            restore(backup, folder)
+        assert {path.name for path in contents(folder)} == {path.name for path in contents(whole)}
+        assert [each for each in check_data_directory(folder) if each.problems or each.unknown] == []
 
 
 @pytest.mark.parametrize("stranger", ["something", "checkpoints/something", "log"])
@@ -166,12 +127,11 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
 
 def test_of_two_backups_into_one_place_one_fails_and_the_other_is_whole(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
-    begun, copy = list[Path](), CheckpointStore.copy
+    others, copy = [shutil.copytree(data_dir, tmp_path / "copy")], CheckpointStore.copy
 
     def busy(store: CheckpointStore, manifest: Manifest, place: Place, check: Any = lambda: None) -> None:
-        if not begun:
-            begun.append(shutil.copytree(data_dir, tmp_path / "copy"))
-            back_up_offline(begun[0], tmp_path / "backup")
+        if others:
+            back_up_offline(others.pop(), tmp_path / "backup")
         copy(store, manifest, place, check)
 
     with pytest.MonkeyPatch.context() as patch:

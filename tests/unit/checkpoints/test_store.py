@@ -442,6 +442,14 @@ def test_a_folder_that_is_a_file_is_named(world: Checkpointed, tmp_path: Path) -
         world.write()
 
 
+def test_an_error_without_a_number_is_told_in_its_own_words(tmp_path: Path) -> None:
+    place = Place(str(tmp_path))
+    place.put("a", b"")
+    told = pytest.raises(PlaceFailed, match=f"{tmp_path}/a cannot be read: .*read by another")
+    with told, place.open("a"):
+        raise OSError("read by another")
+
+
 def test_damaged_rows_are_not_written(world: Checkpointed, tmp_path: Path) -> None:
     _, table = world.model.tables["user"]
     row = int(table.changed_since(0)[3])

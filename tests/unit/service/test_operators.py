@@ -184,10 +184,13 @@ async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_a
     await send(session, full_part(1, ROWS, WHOLE))
     await service.models.coordinators["clicks"].settled()
     monkeypatch.setattr(Model, "apply_cut", fails)
-    await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+    answer = asyncio.create_task(send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))])))
+    while not session.coordinator.model.failure:
+        await asyncio.sleep(0)
     session.end("it has gone")
     with pytest.raises(ServiceUnavailable, match="is busy with cuts: version 2 could not be applied"):
         await service.removals.delete_table("clicks", ITEM.name, "a test")
+    assert not answer.done()
     assert await service.publishing.open("clicks") is service.models.coordinators["clicks"]
 
 
