@@ -15,8 +15,7 @@ from typing import Any
 
 import xxhash
 
-from deltasync.base.errors import StorageFailed
-from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.chunks import CheckpointDamaged, LaterFormat
 
 FORMAT = 1
 MANIFESTS, DATA = "manifests", "data"
@@ -181,7 +180,7 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
 
     Raises:
         CheckpointDamaged: it is damaged.
-        StorageFailed: a later version of deltasync wrote it.
+        LaterFormat: a later version of deltasync wrote it.
     """
     manifest = _manifest(unpack_checked(name, stored))
     if manifest.name != name:
@@ -197,7 +196,7 @@ def unpack_checked(name: str, stored: bytes) -> dict[str, Any]:
         raise CheckpointDamaged(f"checkpoint {name} is damaged: its content does not match its checksum")
     if int(match[1]) != FORMAT:
         text = f"checkpoint {name} has format {int(match[1])}, this version reads {FORMAT}"
-        raise StorageFailed(f"{text}: update deltasync")
+        raise LaterFormat(f"{text}: update deltasync")
     content: dict[str, Any] = json.loads(body)
     return content
 

@@ -166,7 +166,7 @@ class Hosting:
         if opened := self._models.opened.get(name):
             await opened.retire(refusal)
         async with self._models.changing:
-            self._models.recovering.pop(name, None)
+            self._models.forget_recovery(name)
             if log := self._open.pop(name, None):
                 self._registry.give_up(name, log, written=written)
             opened = self._models.opened.get(name)

@@ -114,6 +114,10 @@ class Replay:
         if self._clean_at > self.state.compared_version:
             self._nothing_dirty(self._clean_at)
 
+    def lose(self, why: str) -> None:
+        """Give the view up; see `ViewRecovery.lose`."""
+        self.lost = self.lost or why
+
     def replay(self, version: int) -> None:
         """Repeat the releases made from a version, with the model's tables at that version.
 
@@ -140,6 +144,8 @@ class Replay:
         if record["from"] > self.state.compared_version:
             self._nothing_dirty(record["from"])
         plan = self._plan(whole["tables"], number)
+        if gone := [table.name for table in plan.tables if table.name in self._model.tables.missing]:
+            raise _Lost(f"release {number} was made while table {gone[0]!r} had rows that are missing now")
         if record.get("kept"):
             plan = self._with_kept(plan, record)
         making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner, record["version"])
