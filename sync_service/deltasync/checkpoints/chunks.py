@@ -141,6 +141,19 @@ def read_chunks(
         raise CheckpointDamaged(f"{path} is damaged at byte {start}")
 
 
+def check_first_chunk(path: str, file: BinaryIO, size: int) -> None:
+    """Check the format of an open file by its first chunk, which is read only if its header has another format.
+
+    Raises:
+        CheckpointDamaged: the chunk differs from what was written.
+        LaterFormat: a later version of deltasync wrote the file.
+    """
+    head = file.read(_HEADER.size)
+    if len(head) == _HEADER.size and _HEADER.unpack(head)[1] != _FORMAT:
+        file.seek(0)
+        next(read_chunks(path, file, size), None)
+
+
 def _next_chunk(path: str, file: BinaryIO, start: int, size: int) -> memoryview | None:
     """Read the chunk at byte `start` of a file; None if it is damaged."""
     head = file.read(min(_HEADER.size, size - start))

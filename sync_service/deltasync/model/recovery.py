@@ -189,9 +189,7 @@ class Recovery:
         self._begin(None)
         return None, seals
 
-    def _continued(
-        self, manifest: Manifest, decision: "Fitness", end: "LogEnd", seals: list[Seal]
-    ) -> list[Seal]:
+    def _continued(self, manifest: Manifest, decision: "Fitness", end: "LogEnd", seals: list[Seal]) -> list[Seal]:
         """The seals with which the log continues from a loaded checkpoint."""
         if decision.fit is Fit.FITS:
             return seals

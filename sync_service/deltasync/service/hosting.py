@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, Owner, StorageFailed
@@ -19,8 +18,6 @@ from deltasync.log.records import check_log
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
 from deltasync.service.recoveries import Recoveries, Reloading, models_to_recover
-
-_NO_FOLDER = Path("/nonexistent")  # A shared log may be new even if this process has checkpoints.
 
 
 class SharedLogs(Logs, Protocol):
@@ -150,7 +147,7 @@ class Hosting:
 
     def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
         """Check the log's format, and read the record of its model. Blocks."""
-        check_log(log, _NO_FOLDER)
+        check_log(log)
         return models_to_recover(log, self._models.storage.checkpoints_of)
 
     async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:

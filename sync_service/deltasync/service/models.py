@@ -453,7 +453,9 @@ class Publishing:
 def _lacking(model: Model) -> str:
     """What a model lacks, why, and what to do."""
     otherwise = remedy_of_last_resort(model.name)
-    return f"it lacks {model.lacks}: {'; '.join(model.problems)}: start its trainer, which sends them, or {otherwise}"
+    return (
+        f"it lacks {model.lacks}: {'; '.join(model.problems)}: start its trainer, which sends them, or {otherwise}"
+    )
 
 
 def remedy_of_last_resort(model: str) -> str:

@@ -149,7 +149,7 @@ def _restore(source: _Source, data_dir: Path) -> None:
     place = Place(str(data_dir / CHECKPOINTS))
     log = LmdbStore(LogOptions(directory=unfinished))
     try:
-        check_log(log, data_dir / CHECKPOINTS)
+        check_log(log)
         for manifest in source.manifests:
             with _advising(source.remedy(manifest)):
                 _restore_model(source.place, manifest, place, log)
