@@ -82,7 +82,7 @@ def model_routes(models: Models, removals: Removals) -> APIRouter:
 
     @router.post("/models/{name}/give-up", status_code=204)
     async def give_up_model(name: str) -> None:
-        """Remove the log of a model that cannot be recovered; its trainer then publishes every row. Needs role admin."""
+        """Give up a model that cannot be recovered; its trainer then publishes every row. Needs role admin."""
         await removals.give_up_model(name, author())
 
     @router.delete("/models/{name}/tables/{table:path}", status_code=204)

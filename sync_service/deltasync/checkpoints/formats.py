@@ -7,6 +7,8 @@ from deltasync.checkpoints.file_storage import Place, PlaceFailed
 from deltasync.checkpoints.kept_version import KEPT
 from deltasync.checkpoints.manifest import DATA, MANIFESTS, check_first_line, id_of
 
+_CHECKS = (MANIFESTS, check_first_line), (KEPT, check_first_line), (DATA, check_first_chunk)
+
 
 def check_formats(place: Place) -> None:
     """Check that this version can read the checkpoints and kept versions in a place, whatever their model.
@@ -18,11 +20,7 @@ def check_formats(place: Place) -> None:
     """
     with contextlib.suppress(PlaceFailed):
         for model in place.names(""):
-            for folder, check in (
-                (MANIFESTS, check_first_line),
-                (KEPT, check_first_line),
-                (DATA, check_first_chunk),
-            ):
+            for folder, check in _CHECKS:
                 for each in place.names(f"{model.name}/{folder}"):
                     if id_of(each.name):
                         with contextlib.suppress(CheckpointDamaged, PlaceFailed), place.open(each.name) as file:

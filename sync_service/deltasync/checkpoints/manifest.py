@@ -203,7 +203,7 @@ def unpack_checked(name: str, stored: bytes) -> dict[str, Any]:
 
 
 def check_first_line(name: str, file: BinaryIO, size: int) -> None:
-    """Check the format of an open JSON file of `size` bytes by its first line. Raises the errors of `unpack_manifest`.
+    """Check the format of an open JSON file by its first line. Raises the errors of `unpack_manifest`.
 
     Only a file of another format is read as a whole.
     """

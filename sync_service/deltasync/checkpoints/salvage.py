@@ -1,7 +1,7 @@
 """Loads a damaged checkpoint without its damaged chunks, and finds the rows that these had.
 
-A damaged chunk proves nothing, but it claims rows. Its claims are true if they fill the gap in the checksum of their
-table, which the manifest has. Otherwise every row counts as lost that may have been there.
+A damaged chunk proves nothing, but it claims rows. Its claims are true if they fill the gap in the checksum of
+their table, which the manifest has. Otherwise every row counts as lost that may have been there.
 """
 
 from collections.abc import Mapping, Sequence

@@ -113,8 +113,8 @@ def delete_model(name: str, service: Endpoint) -> None:
 def give_up_model(name: str, service: Endpoint) -> None:
     """Remove the log of model NAME, which cannot be recovered. Its trainer then publishes every row.
 
-    Damage on disk never removes anything by itself, because a file may be put right and read by the next start. Use
-    this only if nothing else helps; /readyz has the reason. The service refuses it for a model that is recovered.
+    Damage on disk never removes anything by itself, because the next start can read a file that was put right. Use
+    this only if nothing else helps; /readyz has the reason. The service refuses it for a recovered model.
     """
     Admin(service).give_up_model(name)
     say(f"model {name} is given up: its trainer publishes every row")

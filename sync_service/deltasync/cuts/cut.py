@@ -181,7 +181,7 @@ def _check_missing(part: RankPart) -> None:
     for slot, count in part.missing.counts.items():
         raise ResyncRequired(
             f"rank {part.rank} left out {counted(count, 'row')} of table {part.shards[slot].table.name!r} "
-            f"published after version {part.missing.since}: publish every row first"
+            "that the service had named: publish every row first"
         )
 
 

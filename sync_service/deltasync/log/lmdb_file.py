@@ -1,4 +1,4 @@
-"""Checks the size of an LMDB file before LMDB maps it: reading behind the end of a mapped file kills the process."""
+"""Checks the size of an LMDB file before LMDB maps it, because reading behind its end kills the process."""
 
 import os
 import struct
@@ -11,9 +11,8 @@ from deltasync.log.data_directory import RESTORE
 
 # The layout of LMDB 0.9. A file begins with two heads, one a page; the one with the larger transaction counts.
 _PAGE = struct.Struct("<QHHHH")  # Number, padding, flags, lower and upper end of the free space.
-_HEAD = struct.Struct(
-    "<II16xI36xQ48xQQ"
-)  # Magic, version, page size, root of the free list, last page, transaction.
+# Magic, version, page size, root of the free list, last page, transaction.
+_HEAD = struct.Struct("<II16xI36xQ48xQQ")
 _NODE = struct.Struct("<HHHH")  # Low and high half of the size or of the page, flags, size of the key.
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _ON_OTHER_PAGES, _NO_PAGE = 1, 2, 1, 2**64 - 1

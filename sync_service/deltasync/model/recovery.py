@@ -1,8 +1,8 @@
 """Recovery of a model after a restart: load the newest sound checkpoint, then apply the log after it.
 
-A damaged checkpoint is skipped for an older one. If all are damaged from which the log continues, the model lacks the
-rows of the damaged chunks until its trainer sends them. If the log is damaged after some version, the model goes back
-to that version, and its trainer publishes the later rows again. Nothing is removed because of damage.
+A damaged checkpoint is skipped for an older one. If all are damaged from which the log continues, the model lacks
+the rows of the damaged chunks until its trainer sends them. If the log is damaged after some version, the model
+goes back to that version, and its trainer publishes the later rows again. Nothing is removed because of damage.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -77,8 +77,8 @@ class Recoveries:
     async def model(self, name: str, *, patient: bool = True) -> None:
         """Recover a model whose record is in `recovering`.
 
-        Nothing is removed because of damage. A model that lacks rows stays in `recovering` until its trainer has sent
-        them, and one that cannot be recovered until an operator gives it up; `stuck` has the reason.
+        Nothing is removed because of damage. A model that lacks rows stays in `recovering` until its trainer has
+        sent them, and one that cannot be recovered until an operator gives it up; `stuck` has the reason.
 
         If `patient`, retry while a volume refuses writes, there is no memory for its tables, or its checkpoints or
         the log cannot be reached; `recovery_failures` has the reason. On shared logs, retry only errors of
