@@ -1,0 +1,74 @@
+"""A bit flips in any range of any file of a data directory: no row is wrong or removed, and no word."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tests.support.damage import entries
+from tests.support.damaged import REMEDY, Resending, Written, check_replicas, files, flip, trouble
+from tests.support.fleet import TABLES
+from tests.support.server import RunningService
+
+
+RANGE_BYTES = 96
+BY_DAY = 6
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    written = Written(tmp_path_factory.mktemp("flips") / "whole", TABLES)
+    written.write()
+    return written
+
+
+def places(written: Written) -> list[tuple[str, int]]:
+    """A byte of each range of each file of checkpoints."""
+    rng = random.Random(7)
+    paths = sorted(path for path in (written.folder / "checkpoints").rglob("*") if path.is_file())
+    return [
+        (str(path.relative_to(written.folder)), min(first + rng.randrange(RANGE_BYTES), path.stat().st_size - 1))
+        for path in paths
+        for first in range(0, path.stat().st_size, RANGE_BYTES)
+    ]
+
+
+def check(written: Written, data_dir: Path, name: str, at: int) -> str:
+    """Flip a bit, start a service, let the trainer go on; return what the service said about it."""
+    written.copy(data_dir)
+    log = entries(data_dir / "log", "records")
+    flip(data_dir / name, at)
+    stored = files(data_dir / "checkpoints")
+    with RunningService(data_dir, checkpoint_seconds=10_000.0) as service:
+        if said := trouble(service):
+            assert "model 'clicks' is still recovering: it lacks" in said
+            assert Path(name).name in said
+            assert REMEDY in said
+            assert '"in sync"' not in service.get("/lag")[1]
+        else:
+            assert check_replicas(service, written, written.rows.__getitem__) == written.position.number
+        with Resending(service, written) as trainer:
+            trainer.go_on()
+            assert bool(trainer.asked) == bool(said)
+            assert not trainer.full
+            assert trouble(service) == ""
+            check_replicas(service, written, lambda _: trainer.rows)
+    assert files(data_dir / "checkpoints") == stored
+    kept = entries(data_dir / "log", "records").keys()
+    assert [key for key in log if key not in kept and not key.startswith((b"heads/", b"releases/"))] == []
+    return said
+
+
+def test_flipped_ranges_of_checkpoints_by_day(written: Written, tmp_path: Path) -> None:
+    every = places(written)
+    base = max((name for name, _ in every), key=lambda name: (written.folder / name).stat().st_size)
+    of_base = [each for each in every if each[0] == base]
+    rng = random.Random(3)
+    for name, at in [*rng.sample(of_base, 2), *rng.sample(every, BY_DAY - 2)]:
+        check(written, tmp_path / "data", name, at)
+
+
+@pytest.mark.nightly
+def test_every_flipped_range_of_checkpoints(written: Written, tmp_path: Path) -> None:
+    asked = [check(written, tmp_path / "data", name, at) for name, at in places(written)]
+    assert any(asked)
+    assert not all(asked)
