@@ -144,8 +144,6 @@ class Replay:
         if record["from"] > self.state.compared_version:
             self._nothing_dirty(record["from"])
         plan = self._plan(whole["tables"], number)
-        if gone := [table.name for table in plan.tables if table.name in self._model.tables.missing]:
-            raise _Lost(f"release {number} was made while table {gone[0]!r} had rows that are missing now")
         if record.get("kept"):
             plan = self._with_kept(plan, record)
         making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner, record["version"])
@@ -153,6 +151,9 @@ class Replay:
             pass
         making.compare_rest(record["version"])
         by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
+        for name, missing in () if plan.kept else self._model.tables.missing.items():
+            if name in by_name and members(missing, by_name[name]).any():
+                raise _Lost(f"release {number} took rows of table {name!r} that damage has cost")
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
             if np.count_nonzero(mask) != len(by_name[table.name]):

@@ -9,7 +9,6 @@ from tests.support.damaged import REMEDY, Resending, Written, check_replicas, fi
 from tests.support.fleet import TABLES
 from tests.support.server import RunningService
 
-
 RANGE_BYTES = 96
 BY_DAY = 6
 
