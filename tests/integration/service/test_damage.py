@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import xxhash
 from tests.support.command import deltasync
-from tests.support.damage import entries
+from tests.support.damage import change_value, entries
 from tests.support.damaged import (
     REMEDY,
     Resending,
@@ -30,6 +30,7 @@ from tests.support.server import TOKEN
 from deltasync.client import Contradiction, NotFound, ServiceUnavailable, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
+from deltasync.log.records import key_of
 
 USER = TableSpec("user", 12_000, 32)  # Two chunks.
 TABLES = [USER, ITEM]
@@ -141,6 +142,33 @@ def test_a_model_without_a_readable_checkpoint_is_kept_until_an_operator_gives_i
         assert service.lines(
             "audit done: role=admin .* call=POST /models/clicks/give-up: model deleted: .*given up: "
         )
+
+
+def test_a_damaged_record_of_the_log_stays_until_the_trainer_has_replaced_it(
+    written: Written, data_dir: Path, tmp_path: Path
+) -> None:
+    directory, right = data_dir / "log", entries(data_dir / "log", "records")
+    record = key_of("cuts/clicks", 5, 0, 0)
+    change_value(directory, "records", record, 99)
+    for mended in (False, True):
+        with ServiceProcess(data_dir, log=tmp_path / "said") as service:
+            assert trouble(service) == ""
+            assert check_replicas(service, written, written.rows.__getitem__) == (6 if mended else 4)
+            assert service.lines("the log is damaged after version 4, and continues from there: .* of version 5")
+            assert service.terminate() == 0
+        if not mended:
+            assert {key for key in right if key.startswith((b"cuts", b"seals"))} <= entries(
+                directory, "records"
+            ).keys()
+            change_value(directory, "records", record, 99)
+    change_value(directory, "records", record, 99)
+    with ServiceProcess(data_dir) as service, Resending(service, written) as trainer:
+        assert trouble(service) == ""
+        assert trainer.go_on().number == 5
+        assert check_replicas(service, written, lambda _: trainer.rows) == 5
+        assert service.terminate() == 0
+    with ServiceProcess(data_dir) as service:
+        assert check_replicas(service, written, lambda _: trainer.rows) == 5
 
 
 def as_later_manifest(data_dir: Path) -> str:

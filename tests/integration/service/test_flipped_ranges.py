@@ -7,10 +7,12 @@ import pytest
 from tests.support.damage import entries
 from tests.support.damaged import REMEDY, Resending, Written, check_replicas, files, flip, trouble
 from tests.support.fleet import TABLES
+from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 
-RANGE_BYTES = 96
-BY_DAY, PARTS = 6, 8
+RANGE_BYTES, LOG_RANGE_BYTES = 96, 256
+BY_DAY, PARTS = 4, 8
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,42 @@ def check(written: Written, data_dir: Path, name: str, at: int) -> str:
     return said
 
 
+def check_log(written: Written, data_dir: Path, at: int) -> str:
+    """The same for the log, which a service may have to refuse; in a process, because LMDB could end it."""
+    written.copy(data_dir)
+    name, stored = data_dir / "log" / "data.mdb", files(data_dir / "checkpoints")
+    flip(name, at)
+    damaged = name.read_bytes()
+    service = ServiceProcess(data_dir, log=data_dir.with_name("said"))
+    service.start(announced=False)
+    process, endpoints = service.process, data_dir / "endpoints.json"
+    assert process
+    wait_for(lambda: endpoints.exists() or process.poll() is not None)
+    if process.poll() is not None:
+        assert process.poll() == 1, "it ended by itself, with words"
+        assert service.lines("Error: the log.*(restore a backup|update deltasync)")
+        assert name.read_bytes() == damaged
+        assert files(data_dir / "checkpoints") == stored
+        return "refused"
+    service.wait_until_announced()
+    assert trouble(service) == ""
+    head = check_replicas(service, written, written.rows.__getitem__)
+    if head < written.position.number:
+        assert service.lines(f"the log is damaged after version {head}, and continues from there")
+    with Resending(service, written) as trainer:
+        trainer.go_on()
+        check_replicas(service, written, lambda _: trainer.rows)
+    assert service.terminate() == 0
+    assert files(data_dir / "checkpoints") == stored
+    return f"version {head}"
+
+
+def places_in_log(written: Written) -> list[int]:
+    """A byte of each range of the log."""
+    rng, size = random.Random(7), (written.folder / "log" / "data.mdb").stat().st_size
+    return [first + rng.randrange(LOG_RANGE_BYTES) for first in range(0, size, LOG_RANGE_BYTES)]
+
+
 def test_flipped_ranges_of_checkpoints_by_day(written: Written, tmp_path: Path) -> None:
     every = places(written)
     base = max((name for name, _ in every), key=lambda name: (written.folder / name).stat().st_size)
@@ -71,3 +109,14 @@ def test_flipped_ranges_of_checkpoints_by_day(written: Written, tmp_path: Path) 
 def test_every_flipped_range_of_checkpoints(written: Written, tmp_path: Path, part: int) -> None:
     for name, at in places(written)[part::PARTS]:
         check(written, tmp_path / "data", name, at)
+
+
+def test_a_flipped_range_of_the_log_by_day(written: Written, tmp_path: Path) -> None:
+    check_log(written, tmp_path / "data", random.Random(4).choice(places_in_log(written)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_flipped_range_of_the_log(written: Written, tmp_path: Path, part: int) -> None:
+    for at in places_in_log(written)[part::PARTS]:
+        check_log(written, tmp_path / "data", at)
