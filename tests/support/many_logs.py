@@ -23,7 +23,7 @@ class ManyLogs:
     def open(self, model: str, _owner: Owner | None = None) -> LogStore:
         log = self._open[model] = LmdbStore(LogOptions(directory=self._folder / model))
         log.shared = True
-        check_log(log, None)
+        check_log(log)
         return log
 
     def give_up(self, model: str) -> None:

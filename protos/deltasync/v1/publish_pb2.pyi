@@ -399,9 +399,9 @@ class PublishOpened(_message.Message):
     tables: _builtins.int
     """tables is the number of tables that the service read, as a check."""
     since: _builtins.int
-    """since is the version from which the run continues, if that is not the newest; otherwise 0. If it is set, ChangedRows
-    follow. The next cut must have all of these rows as the run holds them now, including deletes, and the run's own
-    changes. If a part lacks some, the service answers DATA_LOSS. If another version was sealed meanwhile, it answers
+    """since is the version from which the run continues, if that is not the newest or if damage has cost the service rows;
+    otherwise 0. If it is set, ChangedRows follow. The next cut must have all of these rows as the run holds them now,
+    including deletes, and the run's own changes. If a part lacks some, the service answers DATA_LOSS. If another version was sealed meanwhile, it answers
     ABORTED: open again. Only set for a rank with takes_changes.
     """
     @_builtins.property
@@ -434,7 +434,9 @@ Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
 
 @_typing.final
 class ChangedRows(_message.Message):
-    """ChangedRows names rows of this rank's shards that were published after PublishOpened.since: at most 1 MiB of ids."""
+    """ChangedRows names rows of this rank's shards that were published after PublishOpened.since, or that damage has cost the
+    service: at most 1 MiB of ids.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

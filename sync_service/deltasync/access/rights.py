@@ -92,6 +92,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
     ("POST", "/consumers/{name}/replicas/{replica}/verify"): _ADMIN,
     ("POST", "/models/{name}/checkpoint"): _ADMIN,
+    ("POST", "/models/{name}/give-up"): _ADMIN,
     ("POST", "/models/{name}/move"): _ADMIN,
     ("POST", "/models/{name}/versions"): _ADMIN,
     ("POST", "/models/{name}/rollback"): _ADMIN,

@@ -80,6 +80,11 @@ def model_routes(models: Models, removals: Removals) -> APIRouter:
         """Delete a model that no rank publishes and no consumer follows. Needs role admin."""
         await removals.delete_model(name, author())
 
+    @router.post("/models/{name}/give-up", status_code=204)
+    async def give_up_model(name: str) -> None:
+        """Give up a model that cannot be recovered; its trainer then publishes every row. Needs role admin."""
+        await removals.give_up_model(name, author())
+
     @router.delete("/models/{name}/tables/{table:path}", status_code=204)
     async def delete_table(name: str, table: str) -> None:
         """Delete a table that no connected rank publishes. Needs role admin."""

@@ -191,6 +191,11 @@ class EventKind(Enum):
         logging.ERROR,
         "Rows in memory differ from what was stored; the model is loaded again.",
     )
+    ROWS_MISSING = (
+        "rows_missing",
+        logging.ERROR,
+        "Damage on disk has cost rows; the model waits for its trainer, which sends them.",
+    )
     MODEL_RELOADED = "model_reloaded", logging.WARNING, "A model with damaged rows was loaded again."
     CHECKED = "checked", logging.INFO, "An operator's check read everything on disk; gives the number of problems."
     BACKED_UP = "backed_up", logging.INFO, "A backup is complete."

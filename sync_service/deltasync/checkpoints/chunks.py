@@ -10,7 +10,7 @@ manifest detects a truncated file.
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO, TypeAlias
@@ -40,6 +40,10 @@ LogRecord: TypeAlias = tuple[str, int, int, int, bytes]  # Stream, number, part,
 
 class CheckpointDamaged(StorageFailed):
     """A part of a checkpoint is missing or differs from what was written. Retrying does not help."""
+
+
+class LaterFormat(StorageFailed):
+    """A later version of deltasync wrote this; this one must leave it alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,34 +82,114 @@ class CheckpointChunk:
             yield packed[name : name + length].decode(), number, part, index, packed[at - size : at]
 
 
-def read_chunks(path: str, file: BinaryIO, size: int) -> Iterator[CheckpointChunk]:
+@dataclass(frozen=True, eq=False)
+class DamagedPart:
+    """A part of a file that differs from what was written, up to the next sound chunk.
+
+    Attributes:
+        content: its bytes; empty if the rest of the file, or all of it, is missing.
+    """
+
+    content: memoryview
+
+    def claimed(self) -> CheckpointChunk | None:
+        """The chunk that it claims to be, of which nothing is proven; None if it is no single chunk."""
+        if len(self.content) < _HEADER.size:
+            return None
+        _, _, slot, rows, size = _HEADER.unpack_from(self.content)
+        if _length(rows, size) != len(self.content):
+            return None
+        stamps = np.frombuffer(self.content, np.int64, rows, _HEADER.size)
+        return CheckpointChunk(slot, stamps, self.content[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
+
+
+def read_chunks(
+    path: str, file: BinaryIO, size: int, damaged: Callable[[DamagedPart], None] | None = None
+) -> Iterator[CheckpointChunk]:
     """Read the chunks of an open file of `size` bytes.
+
+    Args:
+        path: the file's path.
+        file: the file.
+        size: its expected size.
+        damaged: takes the parts that differ from what was written; the chunks after them are read. None = the
+            first such part is an error.
 
     Raises:
         CheckpointDamaged: the part read so far differs from what was written.
+        LaterFormat: a later version of deltasync wrote the file.
     """
     start = 0
-    while head := file.read(min(_HEADER.size, size - start)):
-        if len(head) < _HEADER.size:
+    while start < size:
+        if chunk := _next_chunk(path, file, start, size):
+            _, version, slot, rows, _ = _HEADER.unpack_from(chunk)
+            if version != _FORMAT:
+                raise LaterFormat(f"{path} has format {version}, this version reads {_FORMAT}: update deltasync")
+            stamps = np.frombuffer(chunk, np.int64, rows, _HEADER.size)
+            yield CheckpointChunk(slot, stamps, chunk[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
+            start += len(chunk)
+            continue
+        if damaged is None:
             break
-        magic, version, slot, rows, content = _HEADER.unpack(head)
-        # The numbers of a damaged header may be anything, so use them only in ways that cannot fail.
-        length = _length(rows, content)
-        if magic != _MAGIC or start + length > size:
-            break
-        chunk = np.empty(length, np.uint8).data
-        chunk[: _HEADER.size] = head
-        read = file.readinto(chunk[_HEADER.size :])  # type: ignore[attr-defined]
-        (checksum,) = _CHECKSUM.unpack_from(chunk, length - _CHECKSUM.size)
-        if read + _HEADER.size < length or checksum != _checksum(path, start, chunk):
-            break
-        if version != _FORMAT:
-            raise StorageFailed(f"{path} has format {version}, this version reads {_FORMAT}: update deltasync")
-        stamps = np.frombuffer(chunk, np.int64, rows, _HEADER.size)
-        yield CheckpointChunk(slot, stamps, chunk[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
-        start += length
-    if start < size or file.read(1):
+        file.seek(start)
+        rest = memoryview(file.read(size - start))
+        length = _next_sound(path, start, rest)
+        damaged(DamagedPart(rest[:length]))
+        start = start + length if length < len(rest) else size
+        file.seek(start)
+    if damaged is None and (start < size or file.read(1)):
         raise CheckpointDamaged(f"{path} is damaged at byte {start}")
+
+
+def check_first_chunk(path: str, file: BinaryIO, size: int) -> None:
+    """Check the format of an open file by its first chunk, which is read only if its header has another format.
+
+    Raises:
+        CheckpointDamaged: the chunk differs from what was written.
+        LaterFormat: a later version of deltasync wrote the file.
+    """
+    head = file.read(_HEADER.size)
+    if len(head) == _HEADER.size and _HEADER.unpack(head)[1] != _FORMAT:
+        file.seek(0)
+        next(read_chunks(path, file, size), None)
+
+
+def _next_chunk(path: str, file: BinaryIO, start: int, size: int) -> memoryview | None:
+    """Read the chunk at byte `start` of a file; None if it is damaged."""
+    head = file.read(min(_HEADER.size, size - start))
+    # The numbers of a damaged header may be anything, so use them only in ways that cannot fail.
+    if not (length := _claimed_length(head)) or start + length > size:
+        return None
+    chunk = np.empty(length, np.uint8).data
+    chunk[: _HEADER.size] = head
+    read = file.readinto(chunk[_HEADER.size :])  # type: ignore[attr-defined]
+    return chunk if read + _HEADER.size == length and _is_sound(path, start, chunk) else None
+
+
+def _next_sound(path: str, start: int, rest: memoryview) -> int:
+    """Where the next sound chunk begins in the rest of a file from byte `start`; the end if there is none.
+
+    A damaged header does not tell the length of its chunk.
+    """
+    content, at = bytes(rest), 0
+    while (at := content.find(_MAGIC, at + 1)) > 0:
+        length = _claimed_length(content[at : at + _HEADER.size])
+        if length and at + length <= len(rest) and _is_sound(path, start + at, rest[at : at + length]):
+            return at
+    return len(rest)
+
+
+def _claimed_length(head: bytes) -> int:
+    """The length of a chunk according to its header; 0 if it is no header."""
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        return 0
+    _, _, _, rows, content = _HEADER.unpack(head)
+    return _length(rows, content)
+
+
+def _is_sound(path: str, start: int, chunk: memoryview) -> bool:
+    (checksum,) = _CHECKSUM.unpack_from(chunk, len(chunk) - _CHECKSUM.size)
+    return bool(checksum == _checksum(path, start, chunk))
 
 
 def packed_records(records: Iterable[LogRecord]) -> Iterator[bytes]:

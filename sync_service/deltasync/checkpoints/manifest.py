@@ -11,12 +11,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
-from deltasync.base.errors import StorageFailed
-from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.chunks import CheckpointDamaged, LaterFormat
 
 FORMAT = 1
 MANIFESTS, DATA = "manifests", "data"
@@ -24,6 +23,7 @@ _ID = "[0-9]{20}-[0-9a-f]{8}"
 # Names of the files above, and of files that a process was writing when it ended.
 _NAME = re.compile(rf"({_ID})(?:\.json|-[0-9]{{6}})(?:\.unfinished)?")
 _FIRST_LINE = re.compile(rb"deltasync checkpoint ([0-9]{1,9}) ([0-9a-f]{32})")
+_FIRST_LINE_BYTES = 80
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
 
     Raises:
         CheckpointDamaged: it is damaged.
-        StorageFailed: a later version of deltasync wrote it.
+        LaterFormat: a later version of deltasync wrote it.
     """
     manifest = _manifest(unpack_checked(name, stored))
     if manifest.name != name:
@@ -197,9 +197,19 @@ def unpack_checked(name: str, stored: bytes) -> dict[str, Any]:
         raise CheckpointDamaged(f"checkpoint {name} is damaged: its content does not match its checksum")
     if int(match[1]) != FORMAT:
         text = f"checkpoint {name} has format {int(match[1])}, this version reads {FORMAT}"
-        raise StorageFailed(f"{text}: update deltasync")
+        raise LaterFormat(f"{text}: update deltasync")
     content: dict[str, Any] = json.loads(body)
     return content
+
+
+def check_first_line(name: str, file: BinaryIO, size: int) -> None:
+    """Check the format of an open JSON file by its first line. Raises the errors of `unpack_manifest`.
+
+    Only a file of another format is read as a whole.
+    """
+    match = _FIRST_LINE.match(first := file.read(min(size, _FIRST_LINE_BYTES)))
+    if match and int(match[1]) != FORMAT:
+        unpack_checked(name, first + file.read())
 
 
 def id_of(name: str) -> str:

@@ -17,7 +17,13 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
-from deltasync.checkpoints.chunks import CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
+from deltasync.checkpoints.chunks import (
+    CheckpointChunk,
+    CheckpointDamaged,
+    DamagedPart,
+    LogRecord,
+    read_chunks,
+)
 from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, StoredFile
 from deltasync.checkpoints.kept_version import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
 from deltasync.checkpoints.manifest import (
@@ -76,7 +82,7 @@ def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: R
     def load(path: str, opened: BinaryIO, size: int) -> None:
         for chunk in read_chunks(path, opened, size):
             if chunk.slot in selection:
-                _load_chunk(path, chunk, selection[chunk.slot][1])
+                load_chunk(path, chunk, selection[chunk.slot][1])
 
     total = sum(file.bytes for files in manifest.rounds for file in files)
     what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
@@ -93,7 +99,12 @@ def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: R
             )
 
 
-def _load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
+def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
+    """Load the rows of a chunk.
+
+    Raises:
+        CheckpointDamaged: they do not fit the table or their digests.
+    """
     try:
         rows = chunk.rows(table.spec)
         digests = np.zeros(len(rows), np.uint64) if rows.digests is None else rows.digests
@@ -180,7 +191,11 @@ class CheckpointStore:
     # Reading.
 
     def manifests(self) -> CheckpointListing:
-        """The checkpoints in both places, each once."""
+        """The checkpoints in both places, each once.
+
+        Raises:
+            LaterFormat: a later version of deltasync wrote one of them.
+        """
         both = [self._found(place) for place in self._places]
         if self._remote and both[1].manifests:
             self.copied_version = both[1].manifests[0].version
@@ -199,7 +214,7 @@ class CheckpointStore:
                     result.manifests.append(unpack_manifest(each.name, place.get(each.name)))
                 except PlaceFailed as error:
                     result.unreachable.append(str(error))
-                except StorageFailed as error:
+                except CheckpointDamaged as error:
                     result.problems.append(f"{place.url}: {error}")
         except PlaceFailed as error:
             result.unreachable.append(str(error))
@@ -225,7 +240,7 @@ class CheckpointStore:
             CheckpointDamaged: a file is missing or damaged, and named in the message, or the loaded tables have
                 other checksums. Some rows may be loaded.
             PlaceFailed: a file cannot be read at present. Some rows may be loaded.
-            StorageFailed: a later version of deltasync wrote the checkpoint.
+            LaterFormat: a later version of deltasync wrote the checkpoint.
         """
         with self.using(manifest):
             if self._remote:
@@ -286,6 +301,24 @@ class CheckpointStore:
                 partial(self._read, parse=lambda *opened: list(read_chunks(*opened))), files
             ):
                 yield from chunks
+
+    def chunks_and_damage(self, file: File, problems: list[str]) -> list[CheckpointChunk | DamagedPart]:
+        """The chunks of a file in order, with its damaged parts in their places. Damage is added to `problems`.
+
+        Raises:
+            PlaceFailed: the file cannot be read at present.
+        """
+        try:
+            return self._read(file, lambda *opened: list[CheckpointChunk | DamagedPart](read_chunks(*opened)))
+        except CheckpointDamaged as error:
+            problems.append(str(error))
+        for place in self._places:
+            with contextlib.suppress(CheckpointDamaged), place.open(file.name) as opened:
+                every = list[CheckpointChunk | DamagedPart]()
+                for chunk in read_chunks(f"{place.url}/{file.name}", opened, file.bytes, every.append):
+                    every.append(chunk)
+                return every
+        return [DamagedPart(memoryview(b""))]
 
     def _read(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
         """Parse a file; see `Read`."""

@@ -76,7 +76,7 @@ def delete_table(model: str, table: str, service: Endpoint) -> None:
 
 @click.group()
 def models() -> None:
-    """Delete models, and roll them back."""
+    """Delete models, give them up, and roll them back."""
 
 
 @models.command("rollback", context_settings=CONTEXT)
@@ -109,6 +109,19 @@ def delete_model(name: str, service: Endpoint) -> None:
     """
     Admin(service).delete_model(name)
     say(f"model {name} deleted")
+
+
+@models.command("give-up", context_settings=CONTEXT)
+@click.argument("name")
+@operator_options(changes=True)
+def give_up_model(name: str, service: Endpoint) -> None:
+    """Remove the log of model NAME, which cannot be recovered. Its trainer then publishes every row.
+
+    Damage on disk never removes anything by itself, because the next start can read a file that was put right. Use
+    this only if nothing else helps; /readyz has the reason. The service refuses it for a recovered model.
+    """
+    Admin(service).give_up_model(name)
+    say(f"model {name} is given up: its trainer publishes every row")
 
 
 _KEYS = ("model", "table", "rows")

@@ -199,6 +199,16 @@ class Admin:
         """
         self._ask("DELETE", _model(name))
 
+    def give_up_model(self, name: str) -> None:
+        """Remove the log of a model that the service cannot recover. Its trainer then publishes every row.
+
+        Raises:
+            NotFound: no such model.
+            ServiceUnavailable: it is still recovering, and may succeed.
+            Contradiction: it is recovered.
+        """
+        self._ask("POST", f"{_model(name)}/give-up")
+
     def delete_table(self, model: str, table: str) -> None:
         """Delete a table of a model. Replicas no longer get it.
 

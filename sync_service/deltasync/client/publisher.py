@@ -132,7 +132,8 @@ class Publisher:
         self._stream: _Stream | None = None
         self._busy = False
         self._sealed_step: int | None = None
-        self._told: Position | None = None  # The service's head when it last named rows that are newer than ours.
+        # The service's head when it last named rows to publish, and these rows by table.
+        self._told: tuple[Position, dict[str, bytes]] | None = None
         self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
         self._thread.start()
 
@@ -307,11 +308,12 @@ class Publisher:
             return
         if not answer.continues:
             raise ResyncRequired(f"publish every row: {answer.reason}", head=head)
-        if answer.since and self._told != head:
-            self._told = head
-            rows = [(self._tables[table].name, ids) for table, ids in changed.items()]
+        rows = [(self._tables[table].name, ids) for table, ids in changed.items()]
+        told = head, {table: ids.tobytes() for table, ids in rows}
+        if answer.since and self._told != told:
+            self._told = told
             raise ResyncRequired(
-                f"also publish the rows that changed after version {answer.since}: {answer.reason}",
+                f"also publish the rows that the service names: {answer.reason}",
                 head=head,
                 changed=rows,
             )

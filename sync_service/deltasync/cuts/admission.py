@@ -37,8 +37,8 @@ class Run:
 class Continuation(Decision):
     """Whether a run continues the published history, and why.
 
-    `since` is the version that it continues if that is not the newest: it must publish the rows of later versions
-    again. Otherwise None.
+    `since` is the version that it continues if it must also publish rows that the service names: those of later
+    versions, and those that damage has cost. Otherwise None.
     """
 
     since: int | None = None
@@ -198,9 +198,16 @@ def _ahead(run: Run, now_unix_ns: int) -> bool:
 
 
 def continues(
-    run: Run, claim: Position, history: str, newest: Seal | None, seal: int = 0, *, takes_changes: bool = False
+    run: Run,
+    claim: Position,
+    history: str,
+    newest: Seal | None,
+    seal: int = 0,
+    *,
+    takes_changes: bool = False,
+    lacks: str = "",
 ) -> Continuation:
-    """Whether the rows of `run` are those of a published version, and which one.
+    """Whether the rows of `run` are those of a published version, which one, and whether it must publish more.
 
     Args:
         run: the run.
@@ -208,10 +215,25 @@ def continues(
         history: the service's history.
         newest: the newest seal.
         seal: checksum of the seal of `claim.number` in that history; 0 if it has none.
-        takes_changes: whether the run can receive the ids of rows that were published after its version.
+        takes_changes: whether the run can receive the ids of rows that it must publish again.
+        lacks: the rows that damage has cost the service, in words; empty if there are none.
     """
     if newest is None:
         return Continuation(False, "nothing is published yet")
+    decision = _continues(run, claim, history, newest, seal, takes_changes=takes_changes)
+    if not decision.yes or not lacks:
+        return decision
+    text = f"damage has cost the service {lacks}"
+    if not takes_changes:
+        return Continuation(False, text)
+    since = newest.version if decision.since is None else decision.since
+    return Continuation(True, f"{decision.reason}; {text}", since)
+
+
+def _continues(
+    run: Run, claim: Position, history: str, newest: Seal, seal: int, *, takes_changes: bool
+) -> Continuation:
+    """`continues` of a service that lacks nothing."""
     comparable = bool(claim.seal and seal)  # Equal seals prove an equal past, even under another name.
     if comparable and claim.seal != seal:
         return Continuation(

@@ -17,11 +17,13 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import DIGEST_TYPE, Shard, TableSpec
 from deltasync.cuts.admission import Run
 from deltasync.cuts.norm_guard import RowNorms
+from deltasync.model.missing_rows import NOTHING_MISSING, MissingIds
 
 
 @dataclass(frozen=True, eq=False)
 class ChangedRows:
-    """The rows of a rank's shards that were published after a version, including deleted rows.
+    """The rows of a rank's shards that its next part must have: those published after a version, including deleted
+    ones, and those that damage has cost the service.
 
     Attributes:
         since: the version after which they were published.
@@ -38,13 +40,22 @@ class ChangedRows:
     counts: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, since: int, upto: int, tables: Iterable[StampedTable], shards: Sequence[Shard]) -> "ChangedRows":
-        """Find them in tables at version `upto`. On the thread of their model."""
+    def find(
+        cls,
+        since: int,
+        upto: int,
+        tables: Iterable[StampedTable],
+        shards: Sequence[Shard],
+        missing: MissingIds = NOTHING_MISSING,
+    ) -> "ChangedRows":
+        """Find them in tables at version `upto`, which lack the `missing` rows. On the thread of their model."""
         ids_of: dict[str, Ids] = {}
         masks: dict[int, Mask] = {}
         counts: dict[int, int] = {}
         names = {shard.table.name for shard in shards}
         changed = {each.spec.name: each.changed_since(since) for each in tables if each.spec.name in names}
+        for name in missing.keys() & changed.keys():
+            changed[name] = np.union1d(changed[name], missing[name])
         for slot, shard in enumerate(shards):
             ids = _inside(changed.get(shard.table.name, np.empty(0, np.int64)), shard)
             if len(ids):
@@ -61,7 +72,6 @@ class MissingRows:
     """
 
     def __init__(self, changed: ChangedRows) -> None:
-        self.since = changed.since
         self._changed, self._counts = changed.masks, dict(changed.counts)
         # Unlike copies of the masks, zeros take no time until they are written to.
         self._named = {slot: np.zeros(len(mask), bool) for slot, mask in changed.masks.items()}
@@ -89,8 +99,7 @@ class RankPart:
     """One rank's part of a cut, as far as it has arrived.
 
     `published` is the number of rows of each table in earlier cuts. A full part deletes rows that it leaves out.
-    The part must contain the `missing` rows, which were published after the version that the rank continues; None
-    if that is the newest version.
+    The part must contain the `missing` rows, which the service has named; None if it named none.
     """
 
     rank: int
@@ -172,7 +181,7 @@ def _check_missing(part: RankPart) -> None:
     for slot, count in part.missing.counts.items():
         raise ResyncRequired(
             f"rank {part.rank} left out {counted(count, 'row')} of table {part.shards[slot].table.name!r} "
-            f"published after version {part.missing.since}: publish every row first"
+            "that the service had named: publish every row first"
         )
 
 

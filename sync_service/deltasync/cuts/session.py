@@ -185,11 +185,18 @@ class PublishSession:
         """Whether the run continues the present history."""
         model, claim = self._model, self._model.seals.same_rows(self._claim)
         seal = model.seals.checksum_of(claim.number)
-        takes_changes = self._takes_changes
-        return continues(self.run, claim, model.history, model.seals.newest, seal, takes_changes=takes_changes)
+        return continues(
+            self.run,
+            claim,
+            model.history,
+            model.seals.newest,
+            seal,
+            takes_changes=self._takes_changes,
+            lacks=model.tables.lacks,
+        )
 
     async def find_changes(self) -> None:
-        """Find the rows that were published after the version that the run continues, unless that is the newest.
+        """Find the rows that were published after the version that the run continues, and those that damage cost.
 
         Raises:
             ServiceUnavailable: a version is only partly applied to the tables.
@@ -217,8 +224,9 @@ class PublishSession:
         return done.ids[tables[0].deleted(done.ids)] if tables else done.ids[:0]
 
     def _changed_since(self, since: int) -> ChangedRows:
-        applied = self._model.tables.seal
-        return ChangedRows.find(since, applied.version if applied else 0, list(self._model.tables), self._shards)
+        tables, applied = self._model.tables, self._model.tables.seal
+        upto = applied.version if applied else 0
+        return ChangedRows.find(since, upto, list(tables), self._shards, tables.missing)
 
     @property
     def deletes(self) -> list[DeleteRequest]:

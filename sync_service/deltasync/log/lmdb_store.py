@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.base.files import flush, make_folder
 from deltasync.log.data_directory import RESTORE, writing
+from deltasync.log.lmdb_file import check_size
 from deltasync.log.log_store import (
     LAST_NUMBER,
     LAST_PART,
@@ -349,9 +350,32 @@ class LmdbStore:
         done.set_exception(failure)
 
 
+def read_small_record(directory: Path, name: str) -> bytes | None:
+    """Read a small record of a log that is not open, without a change of any file; None if there is none.
+
+    Raises:
+        StorageFailed: the record is damaged, or the log cannot be opened.
+    """
+    file, key = directory / "data.mdb", name.encode()
+    check_size(file)
+    if not file.exists() or not file.stat().st_size:
+        return None
+    try:
+        with closing(lmdb.open(str(directory), readonly=True, lock=False, create=False, max_dbs=4)) as env:
+            database = env.open_db(_META, create=False)
+            with env.begin(db=database) as txn:
+                value = txn.get(key)
+    except lmdb.NotFoundError:
+        return None
+    except lmdb.Error as error:
+        raise opening_failed(error, directory) from error
+    return None if value is None else bytes(without_checksum(key, bytes(value), f"record {name}"))
+
+
 def _open(options: LogOptions) -> lmdb.Environment:
     directory = options.directory
     with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
+        check_size(directory / "data.mdb")
         make_folder(directory)
         with (directory / "lock.mdb").open("ab") as file:
             # LMDB maps this file for its readers. Without room, their first write to it would kill the process.

@@ -239,29 +239,20 @@ def unpack_ids(record: Buffer) -> Ids:
     return np.frombuffer(record, ID_TYPE)
 
 
-_FORMAT_RECORD = "data-format"
+FORMAT_RECORD = "data-format"
 _START_EMPTY = "start with an empty --data-dir, and let the trainer publish its models"
 # Streams that their owner reads completely at its start, with the kind of the small record that names the owner.
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
 
 
-def check_log(log: LogStore, checkpoints: Path | None) -> None:
+def check_log(log: LogStore) -> None:
     """Check that this version can read a log, and write the format into a new one.
 
-    Args:
-        log: the log.
-        checkpoints: the folder of its checkpoints; None for a shared log, which may be new even if this process
-            has checkpoints.
-
     Raises:
-        StorageFailed: another version wrote the log, part of it is damaged, or it is empty although the folder
-            `checkpoints` is not.
+        StorageFailed: another version wrote the log, or part of it is damaged.
     """
     check_format(log)
-    if not log.items(_FORMAT_RECORD):
-        if checkpoints and checkpoints.is_dir() and any(checkpoints.iterdir()):
-            text = f"{checkpoints} has checkpoints, but the log beside it is missing"
-            raise StorageFailed(f"{text}: make a data directory from it with deltasync restore; or {_START_EMPTY}")
+    if not log.items(FORMAT_RECORD):
         write_again(log).result()
         return
     small = log.items("")
@@ -278,13 +269,22 @@ def check_format(log: LogStore) -> None:
     Raises:
         StorageFailed: another version wrote the log, or the record of the format is damaged.
     """
-    record = log.items(_FORMAT_RECORD).get("")
+    record = log.items(FORMAT_RECORD).get("")
     if record is None:
         if log.items("") or log.streams():
             text = "an older version of deltasync wrote the log in a format that this version cannot read"
             raise StorageFailed(f"{text}: {_START_EMPTY}")
         return
-    with reading(f"record {_FORMAT_RECORD}"):
+    check_format_record(record)
+
+
+def check_format_record(record: bytes) -> None:
+    """Check the record of a log's format.
+
+    Raises:
+        StorageFailed: another version wrote the log.
+    """
+    with reading(f"record {FORMAT_RECORD}"):
         number = int(record)
     if number != FORMAT:
         raise StorageFailed(
@@ -293,6 +293,17 @@ def check_format(log: LogStore) -> None:
         )
 
 
+def check_not_missing(checkpoints: Path) -> None:
+    """Check that there are no old checkpoints beside a new log.
+
+    Raises:
+        StorageFailed: there are.
+    """
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        text = f"{checkpoints} has checkpoints, but the log beside it is missing"
+        raise StorageFailed(f"{text}: make a data directory from it with deltasync restore; or {_START_EMPTY}")
+
+
 def write_again(log: LogStore) -> Future[None]:
     """Write the record of the format again. The future ends once the log accepts writes, readable or not."""
-    return log.put(_FORMAT_RECORD, b"%d" % FORMAT)
+    return log.put(FORMAT_RECORD, b"%d" % FORMAT)

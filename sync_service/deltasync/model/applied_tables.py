@@ -29,6 +29,7 @@ from deltasync.core.stamped_table import StampedTable, table_bytes
 from deltasync.core.table_form import spec_record
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.model.missing_rows import NOTHING_MISSING, Arriving, MissingIds, in_words
 from deltasync.model.model_store import ModelStore
 from deltasync.model.releases import Head
 from deltasync.wire.row_messages import CHUNK_BYTES
@@ -52,6 +53,9 @@ class AppliedTables:
         published: the number of rows of each table when it was last published, by table name.
         owner: the owner of the tables in checkpoints.
         failed: the rows that do not match their digests; empty if there are none. The model must be reloaded.
+        missing: ids ([n], ascending) of rows that no checkpoint has any more and the trainer must send, by table
+            name. Replaced and never changed, on the model's thread; any thread may read it.
+        lacks: these rows in words; empty if there are none.
     """
 
     owner = MODEL_OWNER
@@ -78,6 +82,7 @@ class AppliedTables:
         self.changes = 0
         self.published: dict[str, int] = {}
         self.failed = ""
+        self.missing, self.lacks = NOTHING_MISSING, ""
         self._tables: list[StampedTable] = []
         self._followed: dict[tuple[str, ...], tuple[StampedTable, ...]] = {}
         self._model = model
@@ -167,8 +172,9 @@ class AppliedTables:
         )
         self.begin_at(None)
 
-    def begin_at(self, seal: Seal | None) -> None:
-        """Note that the tables hold the rows of this cut, or none."""
+    def begin_at(self, seal: Seal | None, missing: MissingIds = NOTHING_MISSING) -> None:
+        """Note that the tables hold the rows of this cut, except the `missing` ones, or none."""
+        self.missing, self.lacks = missing, in_words(missing)
         self._seal = seal
         self._partly = False
 
@@ -184,16 +190,18 @@ class AppliedTables:
         wrong = 0
         # The log may have rows of a table that was removed later, and whose name a new table now has.
         by_name = {table.spec.name: table for table in self if table.removed_before < seal.version}
+        arriving = Arriving(self.missing)
         for batch in self._store.rows(seal) if rows is None else rows:
             if table := by_name.get(batch.table.name):
                 self._partly = True
                 wrong += table.apply(batch, seal.version)
+                arriving.note(batch)
         for name in seal.whole:  # A full cut deletes the rows that it does not contain.
             if table := by_name.get(name):
                 self._partly = True
                 unnamed = table.not_stamped(seal.version)
                 table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
-        self.begin_at(seal)
+        self.begin_at(seal, arriving.left(by_name.keys() & set(seal.whole)))
         return wrong
 
     # Adding and removing tables.

@@ -33,7 +33,7 @@ from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
 from deltasync.core.table_form import TableForm
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import TableSpec
-from deltasync.log.log_store import LogStore, LogUnavailable
+from deltasync.log.log_store import LAST_NUMBER, LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
 from deltasync.model.feed import FeedStatus, TableStatus, ViewStorage, table_status
@@ -126,6 +126,11 @@ class Model:
     def position(self) -> Position:
         """The position of a replica that has everything."""
         return Position(self.history, self.head.number, self.head.seal) if self.head else Position(self.history)
+
+    @property
+    def lacks(self) -> str:
+        """What its trainer must send before replicas can get anything, in words; empty if nothing."""
+        return self.tables.lacks or ("" if self.seals.newest else "every row")
 
     async def stop(self) -> None:
         """Stop the model's thread. No more cuts are applied."""
@@ -330,10 +335,10 @@ class Model:
 
     async def recover(self, record: Mapping[str, Any], views: Sequence[ViewRecovery] = ()) -> None:
         """Restore the model and its views as of the last sealed cut, from the newest sound checkpoint and the log
-        after it.
+        after it. Rows that are nowhere any more are `lacks`.
 
         Raises:
-            RowsLost: there is no such checkpoint, and the log does not go back far enough.
+            RowsLost: there is no checkpoint, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
         recovery = Recovery(self.name, self.log, self.store, self.checkpoints, self.tables, views, self.problems)
@@ -383,8 +388,8 @@ class _ModelAndViews:
                 owner: state["head"]["number"] for owner, state in before.states.items() if state.get("head")
             }
             numbers[MODEL_OWNER] = before.version
-        streams = {MODEL_OWNER: f"seals/{self._model.name}"}
-        streams |= {each.owner: f"heads/{each.owner}" for each in self._views()}
-        for owner, stream in streams.items():
-            for record in self._model.log.read(stream, numbers.get(owner, -1) + 1):
+        streams = {MODEL_OWNER: (f"seals/{self._model.name}", self._model.store.last)}
+        streams |= {each.owner: (f"heads/{each.owner}", LAST_NUMBER) for each in self._views()}
+        for owner, (stream, last) in streams.items():
+            for record in self._model.log.read(stream, numbers.get(owner, -1) + 1, last):
                 yield stream, record.number, record.part, record.index, bytes(record.payload)

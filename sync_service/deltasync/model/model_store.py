@@ -179,6 +179,7 @@ class ModelStore:
         removed: the version at which a table of that name was last removed, by name. A present table of that name
             has only rows of later versions.
         dropped: the version up to which the log has dropped its rows.
+        last: the last version that counts; the log may have later ones, until a cut replaces them.
         written: whether anything was written.
         queue: the log's pending writes, from all its users.
     """
@@ -193,7 +194,8 @@ class ModelStore:
         self.specs: dict[str, TableSpec] = {}
         self.grown_from: Mapping[str, int] = {}
         self.removed: Mapping[str, int] = {}
-        self.dropped, self.written = 0, False
+        self.dropped, self.written, self.last = 0, False, LAST_NUMBER
+        self._replacing = list[Future[None]]()
         self._kept_seals = KEPT_SEALS
 
     def recover(self, record: Mapping[str, Any]) -> None:
@@ -233,7 +235,7 @@ class ModelStore:
         self.written = True
 
     def seals(self, first: int = 0) -> tuple[list[Seal], str]:
-        """The seals from version `first` on, oldest first, up to the first that does not follow the one before.
+        """The seals from version `first` to `last`, oldest first, as long as each follows the one before.
 
         Also return the problem with the next seal; empty if there is none.
 
@@ -242,7 +244,7 @@ class ModelStore:
         """
         seals = list[Seal]()
         try:
-            for record in self._log.read(self._seals, first):
+            for record in self._log.read(self._seals, first, self.last):
                 with reading(name_of(self._seals, record.number)):
                     seal = seal_of_record(unpack_json(record.payload))
                 if seals and not follows(seals[-1], seal):
@@ -258,21 +260,27 @@ class ModelStore:
         """Drop rows of unfinished cuts after version `sealed`. If the log has no room for that, they do no harm: a
         part drops its own rows when it begins, and `rows` skips others.
         """
+        if self.last < LAST_NUMBER:
+            return
         self._layouts.note_newest(sealed)
         with contextlib.suppress(VolumeFailed, LogFull):
             self._log.drop(self._cuts, sealed + 1).result()
 
     def go_back(self, version: int) -> None:
-        """Drop everything after a version because the log lost some of it; trainers publish it again.
+        """Leave out everything after a version, because some of it is lost; trainers publish it again.
 
-        Raises:
-            StorageFailed: the log could not be written.
+        The log keeps it until a cut replaces it: what cannot be read today may be readable tomorrow.
         """
-        self._log.drop(self._seals, version + 1).result()
-        self._log.drop(self._cuts, version + 1).result()
-        if self.dropped > version:
-            self._log.put(f"cut/{self._model}", b"%d" % version).result()
-            self.dropped = version
+        self.last, self.dropped = version, min(self.dropped, version)
+
+    def _replace(self) -> None:
+        """Before the first write of a cut, drop what `go_back` has left out."""
+        version, self.last = self.last, LAST_NUMBER
+        if version < LAST_NUMBER:
+            self._layouts.note_newest(version)
+            dropped = self._log.put(f"cut/{self._model}", b"%d" % self.dropped if self.dropped else None)
+            drops = [self._log.drop(stream, version + 1) for stream in (self._seals, self._cuts)]
+            self._replacing = [dropped, *drops]
 
     def add_seals(self, seals: Sequence[Seal]) -> None:
         """Restore seals that the log lost, from a checkpoint.
@@ -328,10 +336,12 @@ class ModelStore:
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
         """Drop the rows of a rank's part of an unsealed cut. The drop is on disk with the seal."""
+        self._replace()
         return self._log.drop(self._cuts, version, rank, patient=True)
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
         """Use a packed layout with these shards for rows of a version that is not sealed yet."""
+        self._replace()
         self.written = True
         return self._layouts.use(layout, shards, version)
 
@@ -344,7 +354,9 @@ class ModelStore:
 
         Once the future is done, the seal and these writes are on disk and part of the history.
         """
-        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
+        self._replace()  # A cut without a row has written nothing yet.
+        record, after = pack_json(seal_record(seal)), [*self._replacing, *after]
+        return self._log.append(self._seals, seal.version, 0, 0, record, after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
         """Read the rows of a sealed cut from the log.

@@ -1,7 +1,8 @@
 """Recovery of a model after a restart: load the newest sound checkpoint, then apply the log after it.
 
-A damaged checkpoint is skipped for an older one. If the log is damaged after some version, the model goes back to
-that version, and its trainer publishes the later rows again.
+A damaged checkpoint is skipped for an older one. If all are damaged from which the log continues, the model lacks
+the rows of the damaged chunks until its trainer sends them. If the log is damaged after some version, the model
+goes back to that version, and its trainer publishes the later rows again. Nothing is removed because of damage.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.manifest import Manifest, TableEntry, TableKey
+from deltasync.checkpoints.salvage import LostRows, salvage
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.changes import Stamps
 from deltasync.core.position import line_of
@@ -24,12 +26,14 @@ from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.records import reading, seal_of_record, unpack_json
 from deltasync.log.volume import VolumeFailed
-from deltasync.model.applied_tables import AppliedTables, key_of, published_rows
+from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, key_of, published_rows
 from deltasync.model.model_store import ModelStore
+
+NOTHING_LOST = LostRows({}, ())
 
 
 class RowsLost(StorageFailed):
-    """Neither the log nor a checkpoint has all rows of a model; its trainer must send them."""
+    """Neither the log nor a checkpoint has the rows of a model. The next start tries again."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._tables = tables
         self._views = views
+        self._lost = NOTHING_LOST
 
     def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
         """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
@@ -118,7 +123,8 @@ class Recovery:
         """
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
-        self._tables.begin_at(next((seal for seal in seals if seal.version == version), None))
+        lost = {key.name: ids for key, ids in self._lost.rows.items() if key.owner == MODEL_OWNER}
+        self._tables.begin_at(next((seal for seal in seals if seal.version == version), None), lost)
         for each in self._views:
             each.replay(version)
         for seal in missing:
@@ -134,7 +140,7 @@ class Recovery:
         return None
 
     def _go_back(self, version: int, problem: str) -> None:
-        """Drop the log's records after a version, the last sound one."""
+        """Leave out the log's records after a version, the last sound one."""
         self._note_problem(f"the log is damaged after version {version}, and continues from there: {problem}")
         self._store.go_back(version)
 
@@ -162,27 +168,35 @@ class Recovery:
                 self._note_problem(decision.reason)
         # An older version is better than none: the trainer publishes later rows again.
         for accepted in ((Fit.FITS, Fit.AHEAD), (Fit.GAP,)):
-            for manifest, decision in candidates:
-                if decision.fit in accepted and self._load(manifest, listing.unreachable):
-                    if decision.fit is not Fit.FITS:
-                        self._note_problem(
-                            f"{decision.reason}; the model goes back to it, its trainer sends the rest"
-                        )
-                        self._store.go_back(manifest.version)
-                        self._store.add_seals(self._lost_seals(manifest, end))
-                        seals, _ = self._sound_seals()
-                    return manifest, seals
+            fitting = [(each, decision) for each, decision in candidates if decision.fit in accepted]
+            for manifest, decision in fitting:
+                if self._load(manifest, listing.unreachable):
+                    return manifest, self._continued(manifest, decision, end, seals)
             if listing.unreachable and self._store.dropped:  # An unreachable checkpoint may fit the log.
                 raise StorageFailed("; ".join(listing.unreachable))
+            # If the log has every row since the first version, nothing is missing.
+            damaged = [each for each in fitting if self._store.dropped or each[1].fit is Fit.AHEAD]
+            if salvaged := self._salvage_best([manifest for manifest, _ in damaged]):
+                decision = next(decision for each, decision in damaged if each is salvaged)
+                return salvaged, self._continued(salvaged, decision, end, seals)
         if self._store.dropped:
             text = f"the log has no rows of model {self._model!r} up to version {self._store.dropped}, and"
             # A volume may not be mounted. Only broken checkpoints, or brokers, show that rows are really lost.
             if not (listing.manifests or listing.problems or self._log.shared):
                 raise StorageFailed(f"{text} it has no checkpoints: put them back, or {RESTORE}")
             why = "; ".join(self.problems) or "there is none"
-            raise RowsLost(f"{text} no checkpoint is usable: {why}: {RESTORE}")
+            raise RowsLost(f"{text} no checkpoint is usable: {why}")
         self._begin(None)
         return None, seals
+
+    def _continued(self, manifest: Manifest, decision: "Fitness", end: "LogEnd", seals: list[Seal]) -> list[Seal]:
+        """The seals with which the log continues from a loaded checkpoint."""
+        if decision.fit is Fit.FITS:
+            return seals
+        self._note_problem(f"{decision.reason}; the model goes back to it, its trainer sends the rest")
+        self._store.go_back(manifest.version)
+        self._store.add_seals(self._lost_seals(manifest, end))
+        return self._sound_seals()[0]
 
     def _load(self, manifest: Manifest, unreachable: list[str]) -> bool:
         """Load a checkpoint, and return whether it succeeded.
@@ -198,11 +212,43 @@ class Recovery:
                 unreachable.append(str(error))
                 if self._log.shared:  # It may have rows that the log has lost.
                     raise
-            self._note_problem(f"the checkpoint of version {manifest.version} is skipped: {error}")
+            self._note_problem(f"the checkpoint of version {manifest.version} is damaged: {error}")
             return False
         for each in self._views:
             each.restored(dirty)
         return True
+
+    def _salvage_best(self, damaged: Sequence[Manifest]) -> Manifest | None:
+        """Load the damaged checkpoint that has lost the fewest rows; None if none can be loaded."""
+        best, fewest = None, 0
+        for manifest in damaged:
+            lost = self._salvage(manifest)
+            if lost is not None and (best is None or lost < fewest):
+                best, fewest = manifest, lost
+        if best and best is not damaged[-1]:
+            self._salvage(best)
+        return best
+
+    def _salvage(self, manifest: Manifest) -> int | None:
+        """Load the sound part of a checkpoint. Return the number of lost rows; None if it cannot be loaded."""
+        tables = self._begin(manifest)
+        try:
+            self._lost = salvage(self._checkpoints, manifest, [tables.get(entry.key) for entry in manifest.tables])
+        except CheckpointDamaged as error:
+            self._note_problem(str(error))
+            return None
+        for problem in self._lost.problems:
+            self._note_problem(problem)
+        dirty, incomplete = dict[TableKey, tuple[Ids, Stamps]](), {key.owner for key in self._lost.rows}
+        try:
+            dirty = self._checkpoints.dirty(manifest)
+        except CheckpointDamaged:
+            incomplete |= {each.owner for each in self._views}
+        for each in self._views:
+            each.restored(dirty)
+            if each.owner in incomplete:
+                each.lose(f"the checkpoint of version {manifest.version} has lost rows of it")
+        return sum(map(len, self._lost.rows.values()))
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
         """Make all tables of the model and its views, empty.
@@ -210,6 +256,7 @@ class Recovery:
         Returns:
             The tables for which the checkpoint has rows, by its keys.
         """
+        self._lost = NOTHING_LOST
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._views:
             each.let_go()
@@ -274,6 +321,9 @@ class ViewRecovery(Protocol):
 
     def restored(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
         """Continue once all rows of the tables are loaded; `dirty` has their `SourceTable.dirty`."""
+
+    def lose(self, why: str) -> None:
+        """Give the view up, because rows of it are lost: its replicas get every row of a new one."""
 
     def replay(self, version: int) -> None:
         """Repeat the releases that the log has for a model version, with the model's tables at that version."""

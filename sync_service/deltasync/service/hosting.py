@@ -149,7 +149,7 @@ class Hosting:
 
     def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
         """Check the log's format, and read the record of its model. Blocks."""
-        check_log(log, None)
+        check_log(log)
         return models_to_recover(log, self._models.storage.checkpoints_of)
 
     async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
@@ -165,7 +165,7 @@ class Hosting:
         if opened := self._models.opened.get(name):
             await opened.retire(refusal)
         async with self._models.changing:
-            self._models.recovering.pop(name, None)
+            self._models.forget_recovery(name)
             if log := self._open.pop(name, None):
                 self._registry.give_up(name, log, written=written)
             opened = self._models.opened.get(name)

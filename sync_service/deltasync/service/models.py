@@ -74,9 +74,11 @@ class Models(Mapping[str, Model]):
         storage: their storage.
         owners: which process owns which model; replaced when this process joins a cluster.
         coordinators: coordinators of the ranks that publish them, by name. A model with another feed has none.
-        opened: coordinators of the ranks of models without a published version, by name.
+        opened: coordinators of the ranks of models that replicas cannot get yet, by name: without a published
+            version, or lacking rows that only their trainer has.
         recovering: the records of models that are being recovered, by name.
         recovery_failures: why the last attempt to recover a model failed, by name.
+        stuck: why models in `recovering` wait for their trainer or an operator, by name.
         reloading: why models are being reloaded, and why that fails, by name.
         added: wakes tasks that wait for a model.
         changing: locked while models, or consumers with their views, are created and removed.
@@ -98,6 +100,7 @@ class Models(Mapping[str, Model]):
         self.coordinators, self.opened = dict[str, CutCoordinator](), dict[str, CutCoordinator]()
         self.recovering = dict[str, Mapping[str, Any]]()
         self.recovery_failures, self.reloading = dict[str, str](), dict[str, str]()
+        self.stuck = dict[str, str]()
         self.added, self.changing = Signal(), asyncio.Lock()
         self._releasing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._models = dict[str, Model]()
@@ -196,7 +199,8 @@ class Models(Mapping[str, Model]):
 
     def waits_for(self, name: str) -> str:
         """Why a model cannot be recovered, and what to do; empty if it can."""
-        return "; ".join(filter(None, (self.recovery_failures.get(name), self._volumes.trouble)))
+        why = self.recovery_failures.get(name), self.stuck.get(name), self._volumes.trouble
+        return "; ".join(filter(None, why))
 
     # Adding and ending them.
 
@@ -227,8 +231,13 @@ class Models(Mapping[str, Model]):
         if coordinator:
             self.coordinators[model.name] = coordinator
         self.opened.pop(model.name, None)
-        self.recovering.pop(model.name, None)
+        self.forget_recovery(model.name)
         self.added.wake()
+
+    def forget_recovery(self, name: str) -> None:
+        """Note that a model is recovered, or is not to be recovered any more in this process."""
+        self.recovering.pop(name, None)
+        self.stuck.pop(name, None)
 
     async def end(self, model: Model, refusal: Callable[[], DeltasyncError] | None = None) -> None:
         """End a model and its views in this process: stop writing and sending, and free its memory.
@@ -267,7 +276,7 @@ class Models(Mapping[str, Model]):
     # What the limits count.
 
     def _number(self) -> int:
-        return len(self._models) + len(self.recovering) + len(self.opened)
+        return len({*self._models, *self.recovering, *self.opened})
 
     def _table_bytes(self) -> int:
         """Bytes of all tables, including those that a first cut will create."""
@@ -331,7 +340,8 @@ class Publishing:
             while removal := self._removals.get(name):
                 await asyncio.wait([removal])
             await models.owners.claim(name)
-            models.check_recovered(name)
+            if name not in models.opened:  # Only its trainer has the rows that a recovered model lacks.
+                models.check_recovered(name)
             async with models.changing:
                 if name in self._removals:
                     continue
@@ -349,10 +359,17 @@ class Publishing:
     async def look_after(self) -> None:
         """Add sealed models that could not be added before; drop models that ranks left during a seal."""
         for coordinator in list(self._models.opened.values()):
-            if coordinator.model.seals.newest:
+            if not coordinator.model.lacks:
                 await self._publish(coordinator)
             else:
                 self._forget_if_left(coordinator)
+
+    def wait_for_rows(self, coordinator: CutCoordinator) -> None:
+        """Let ranks send the rows that a recovered model lacks. The cut that has them adds it to the models."""
+        model = coordinator.model
+        coordinator.whenever_sealed = partial(self._publish, coordinator)
+        self._models.opened[model.name] = coordinator
+        self._models.stuck[model.name] = _lacking(model)
 
     async def drain(self) -> None:
         """Finish cuts that are being sealed, and remove models without a sealed cut."""
@@ -385,9 +402,17 @@ class Publishing:
         if models.opened.get(model.name) is not coordinator:
             return
         try:
+            if model.lacks:
+                await coordinator.sealer.applied()
+            if model.lacks and model.name in models.recovering:
+                models.stuck[model.name] = _lacking(model)
             async with models.changing:
-                if models.opened.get(model.name) is coordinator:
+                if models.opened.get(model.name) is coordinator and not model.lacks:
+                    recovered = model.name in models.recovering
                     await models.add(model, coordinator)
+                    if recovered:
+                        text, version = "its trainer has sent the rows that it lacked", model.seals.newest_version
+                        self._events.emit(EventKind.MODEL_RECOVERED, text, model=model.name, version=version)
         except Exception as error:  # noqa: BLE001  # the cut is sealed even if its consumers fail
             text = "its consumers cannot follow it yet; this will be retried"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
@@ -395,6 +420,9 @@ class Publishing:
     def _forget_if_left(self, coordinator: CutCoordinator) -> None:
         name, opened = coordinator.model.name, self._models.opened
         if opened.get(name) is not coordinator or coordinator.streams:
+            return
+        if name in self._models.recovering:  # It stays, with all that is left of it.
+            coordinator.abandon("all ranks of its run have left")
             return
         coordinator.abandon("all ranks of its run have left")
         if coordinator.open_cut is not None or coordinator.model.seals.newest:
@@ -420,6 +448,19 @@ class Publishing:
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
         finally:
             del self._removals[model.name]
+
+
+def _lacking(model: Model) -> str:
+    """What a model lacks, why, and what to do."""
+    otherwise = remedy_of_last_resort(model.name)
+    return (
+        f"it lacks {model.lacks}: {'; '.join(model.problems)}: start its trainer, which sends them, or {otherwise}"
+    )
+
+
+def remedy_of_last_resort(model: str) -> str:
+    """What to do if a model cannot be recovered."""
+    return f"remove all that is left of it (deltasync models give-up {model})"
 
 
 def ranks_of(models: Models, name: str) -> CutCoordinator:

@@ -19,7 +19,7 @@ from deltasync.core.comparison import ComparisonStatus
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.model.model_store import note_removal, remove_model
+from deltasync.model.model_store import note_removal, remove_model, remove_records
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
 
@@ -101,6 +101,17 @@ class Removals:
         # In a separate task, which continues if the caller disconnects.
         await asyncio.shield(asyncio.create_task(self._delete_model(name, by)))
 
+    async def give_up_model(self, name: str, by: str) -> None:
+        """Remove the log of a model that cannot be recovered without help. Its consumers stay, and so do its
+        checkpoints until newer ones replace them. A trainer then publishes every row.
+
+        Raises:
+            NotFound: no model has that name.
+            ServiceUnavailable: it is still recovering, and may succeed.
+            Contradiction: it is recovered.
+        """
+        await asyncio.shield(asyncio.create_task(self._give_up_model(name, by)))
+
     async def delete_table(self, model: str, table: str, by: str) -> None:
         """Delete a table with its rows and its pending requests; replicas and views continue without it.
 
@@ -125,6 +136,18 @@ class Removals:
             await models.end(model)
             await asyncio.to_thread(remove_model, model.log, name, model.checkpoints)
         await models.owners.forget(name)
+
+    async def _give_up_model(self, name: str, by: str) -> None:
+        models = self._models
+        async with models.changing:
+            if (why := models.stuck.get(name)) is None:
+                models.model(name)
+                raise Contradiction(f"model {name!r} is recovered: to remove it, use deltasync models delete")
+            self._events.emit(EventKind.MODEL_DELETED, f"given up: {why}", model=name, by=by)
+            if coordinator := models.opened.get(name):
+                await models.end(coordinator.model)
+            await asyncio.to_thread(remove_records, models.storage.logs.of(name), name)
+            models.forget_recovery(name)
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
         async with self._models.changing:

@@ -12,6 +12,7 @@ from deltasync.base.waiting import backoff, first_of
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.table_memory import NoTableMemory
+from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
@@ -19,11 +20,10 @@ from deltasync.model.model_store import (
     StoreOf,
     finish_removals,
     recorded_models,
-    remove_records,
     remove_unpublished,
 )
 from deltasync.model.recovery import RowsLost
-from deltasync.service.models import Models, Publishing
+from deltasync.service.models import Models, Publishing, remedy_of_last_resort
 from deltasync.views.registry import ViewRegistry
 
 
@@ -77,6 +77,9 @@ class Recoveries:
     async def model(self, name: str, *, patient: bool = True) -> None:
         """Recover a model whose record is in `recovering`.
 
+        Nothing is removed because of damage. A model that lacks rows stays in `recovering` until its trainer has
+        sent them, and one that cannot be recovered until an operator gives it up; `stuck` has the reason.
+
         If `patient`, retry while a volume refuses writes, there is no memory for its tables, or its checkpoints or
         the log cannot be reached; `recovery_failures` has the reason. On shared logs, retry only errors of
         volumes, because another process may take over instead. Returns without the model if the service ends.
@@ -92,9 +95,9 @@ class Recoveries:
                     model = model or await self._recovered(name, record)
                     await self._add(model)
                 except RowsLost as error:
-                    self._events.emit(EventKind.FAILED, "its trainer has to send every row", error, model=name)
-                    await asyncio.to_thread(remove_records, models.storage.logs.of(name), name)
-                    models.recovering.pop(name, None)
+                    remedy = f"put its checkpoints right and restart; {RESTORE}; or {remedy_of_last_resort(name)}"
+                    models.stuck[name] = f"{error}: {remedy}"
+                    self._events.emit(EventKind.FAILED, "it cannot be recovered", error, model=name)
                     return
                 except passing as error:
                     if not patient:
@@ -104,6 +107,9 @@ class Recoveries:
                     # `volumes` already reports a refused write, with its path, until the volume recovers.
                     models.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
                 else:
+                    if name in models.stuck:
+                        self._events.emit(EventKind.ROWS_MISSING, models.stuck[name], model=name)
+                        return
                     took = f"in {time.monotonic() - started:.2f} s"
                     version = model.seals.newest_version
                     self._events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=version)
@@ -113,7 +119,8 @@ class Recoveries:
                     return
         finally:
             models.recovery_failures.pop(name, None)
-            if model and models.get(name) is not model:
+            opened = models.opened.get(name)
+            if model and models.get(name) is not model and not (opened and opened.model is model):
                 await models.drop(model)
 
     async def _recovered(self, name: str, record: Mapping[str, Any]) -> Model:
@@ -130,11 +137,16 @@ class Recoveries:
         return model
 
     async def _add(self, model: Model) -> None:
-        await self._models.make_views(model)
+        lacks = model.lacks
+        if not lacks:
+            await self._models.make_views(model)
         async with self._models.changing:
             coordinator = self._publishing.coordinator(model)
             await coordinator.deletes.recover()
-            await self._models.add(model, coordinator)
+            if not lacks:
+                await self._models.add(model, coordinator)
+                return
+            self._publishing.wait_for_rows(coordinator)
 
 
 _SECONDS = 1.0

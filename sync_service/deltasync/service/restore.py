@@ -156,7 +156,7 @@ def _restore(source: _Source, data_dir: Path) -> list[str]:
     place = Place(str(data_dir / CHECKPOINTS))
     log, lacking = LmdbStore(LogOptions(directory=unfinished)), list[str]()
     try:
-        check_log(log, data_dir / CHECKPOINTS)
+        check_log(log)
         for manifest in source.manifests:
             with _advising(source.remedy(manifest)):
                 _restore_model(source.place, manifest, place, log)

@@ -10,13 +10,15 @@ from deltasync.base.clock import Moment
 from deltasync.base.events import EventCounts, EventKind, EventLog, Events, RecentEvents
 from deltasync.base.process import FreedMemory
 from deltasync.base.threads import name_threads
+from deltasync.checkpoints.file_storage import Place
+from deltasync.checkpoints.formats import check_formats
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Alone, Joining, Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
-from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.lmdb_store import LmdbStore, read_small_record
 from deltasync.log.log_store import EmbeddedLogs, LogOptions, Logs
-from deltasync.log.records import check_log
+from deltasync.log.records import FORMAT_RECORD, check_format_record, check_log, check_not_missing
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
@@ -183,10 +185,17 @@ class Service:
 
 
 def _embedded_log(options: ServiceOptions) -> Logs:
-    log = LmdbStore(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
+    directory, checkpoints = options.data_dir / "log", options.data_dir / CHECKPOINTS
+    # Before the log is opened: a start that is refused must leave everything as it is.
+    check_formats(Place(str(checkpoints)))
+    if (record := read_small_record(directory, FORMAT_RECORD)) is not None:
+        check_format_record(record)
+    else:
+        check_not_missing(checkpoints)
+    log = LmdbStore(LogOptions(directory=directory, max_bytes=options.log_max_bytes))
     log.queue.limit(options.limits.log_queue_bytes)
     try:
-        check_log(log, options.data_dir / CHECKPOINTS)
+        check_log(log)
     except BaseException:
         log.close()
         raise

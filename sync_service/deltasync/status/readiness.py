@@ -36,7 +36,7 @@ def checks(sources: Sources) -> list[Check]:
 
 
 def _recovering(models: Models) -> str:
-    reloading, failures = sorted(models.reloading), models.recovery_failures
+    reloading, failures = sorted(models.reloading), {**models.recovery_failures, **models.stuck}
     texts = [f"model {name!r} is being reloaded: {models.reload_reason(name)}" for name in reloading]
     away = [name for name in models.recovering if name not in reloading]
     texts += [f"model {name!r} is still recovering: {failures[name]}" for name in away if failures.get(name)]

@@ -114,6 +114,10 @@ class Replay:
         if self._clean_at > self.state.compared_version:
             self._nothing_dirty(self._clean_at)
 
+    def lose(self, why: str) -> None:
+        """Give the view up; see `ViewRecovery.lose`."""
+        self.lost = self.lost or why
+
     def replay(self, version: int) -> None:
         """Repeat the releases made from a version, with the model's tables at that version.
 
@@ -147,6 +151,9 @@ class Replay:
             pass
         making.compare_rest(record["version"])
         by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
+        for name, missing in () if plan.kept else self._model.tables.missing.items():
+            if name in by_name and members(missing, by_name[name]).any():
+                raise _Lost(f"release {number} took rows of table {name!r} that damage has cost")
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
             if np.count_nonzero(mask) != len(by_name[table.name]):

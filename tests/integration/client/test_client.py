@@ -82,7 +82,7 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
     with publisher(running.grpc, run="s", run_started_unix_ns=2, continues=Position(head.history, 2)) as trainer:
         assert trainer.publish(part(4, rows, [3])).result(WAIT).number == 3
     with publisher(running.grpc, run="t", run_started_unix_ns=3, continues=head) as trainer:
-        with pytest.raises(ResyncRequired, match="changed after version 1: the run holds version 1"):
+        with pytest.raises(ResyncRequired, match="that the service names: the run holds version 1"):
             trainer.publish(part(5, rows, [3])).result(WAIT)
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 

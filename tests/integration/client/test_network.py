@@ -86,7 +86,7 @@ def test_a_connection_is_cut_while_a_rank_is_told_which_rows_came_after_its_vers
         connections = proxy.connections
         proxy.cut_after("down", size)
         with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
-            with pytest.raises(ResyncRequired, match="also publish the rows that changed after version 1") as told:
+            with pytest.raises(ResyncRequired, match="also publish the rows that the service names") as told:
                 publisher.publish(Part(step=1, step_end_unix_ns=1)).result(WAIT)
             assert told.value.changed
             ((name, ids),) = told.value.changed

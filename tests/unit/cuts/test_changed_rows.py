@@ -67,7 +67,7 @@ async def test_of_a_ranks_shards_alone(service: Service) -> None:
 async def test_a_part_that_lacks_some_of_them_is_refused(service: Service) -> None:
     first, _ = await published(service, [(0, [3, 9], np.ones((2, 4), "<f4"))])
     session = await join(service, continues=first, **AGAIN)
-    said = r"left out 1 row of table '.*user' published after version 1:"
+    said = r"left out 1 row of table '.*user' that the service had named:"
     with pytest.raises(ResyncRequired, match=said):
         await send(session, part(5, [(0, [3], ONES)]))
     sealed = await send(session, part(6, [(0, [3, 9, 11], np.zeros((3, 4), "<f4"))]))

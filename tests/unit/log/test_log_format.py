@@ -1,7 +1,6 @@
 """Which logs are read: new ones, and those of this format; others are refused, and left as they are."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.support.memory_store import MemoryDisk, MemoryStore
@@ -16,10 +15,10 @@ EARLIER: list[Callable[[LogStore], object]] = [
 ]
 
 
-def test_a_new_log_is_of_this_format(tmp_path: Path) -> None:
+def test_a_new_log_is_of_this_format() -> None:
     disk = MemoryDisk()
     for _ in range(2):
-        check_log(MemoryStore(disk, 1 << 20), tmp_path / "checkpoints")
+        check_log(MemoryStore(disk, 1 << 20))
     assert disk.small == {"data-format": b"%d" % FORMAT}
 
 
@@ -34,14 +33,14 @@ def test_a_new_log_beside_checkpoints_is_missing_unless_processes_share_it(tmp_p
 
 @pytest.mark.parametrize("write", EARLIER)
 def test_a_log_of_an_earlier_version_is_refused_and_left_alone(
-    tmp_path: Path, write: Callable[[LogStore], object]
+    write: Callable[[LogStore], object],
 ) -> None:
     disk = MemoryDisk()
     log = MemoryStore(disk, 1 << 20)
     write(log)
     before = repr(disk)
     with pytest.raises(StorageFailed) as refused:
-        check_log(log, tmp_path / "checkpoints")
+        check_log(log)
     assert str(refused.value) == (
         "an older version of deltasync wrote the log in a format that this version cannot read: "
         "start with an empty --data-dir, and let the trainer publish its models"
