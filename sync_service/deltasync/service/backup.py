@@ -20,6 +20,7 @@ import xxhash
 
 from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.file_storage import UNFINISHED, Place, StoredFile
 from deltasync.checkpoints.manifest import Manifest
@@ -226,7 +227,7 @@ class Backups:
         return backup
 
     async def _make(self, place: BackupPlace) -> Backup:
-        await asyncio.to_thread(place.begin)
+        await in_own_thread(place.begin)
         left = False
 
         def check() -> None:
@@ -242,7 +243,7 @@ class Backups:
             await asyncio.wait({making})
             making.exception()  # No caller is left to report it to.
             with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
-                await asyncio.to_thread(place.abandon)
+                await in_own_thread(place.abandon)
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
@@ -251,11 +252,11 @@ class Backups:
         for name in sorted(self._models):
             store = self._models.model(name).checkpoints
             manifest = manifests[name] = await self._checkpoints.write(name)
-            await asyncio.to_thread(check)
-            await asyncio.to_thread(store.copy, manifest, place.checkpoints, check)
-        others = await asyncio.to_thread(self._others, manifests)
-        await asyncio.to_thread(check)
-        return await asyncio.to_thread(place.complete, manifests, others)
+            await in_own_thread(check)
+            await in_own_thread(store.copy, manifest, place.checkpoints, check)
+        others = await in_own_thread(self._others, manifests)
+        await in_own_thread(check)
+        return await in_own_thread(place.complete, manifests, others)
 
     def _check_recovered(self) -> None:
         for model in self._models.recovering:

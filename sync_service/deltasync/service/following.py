@@ -17,6 +17,7 @@ from deltasync.core.seal import seal_of
 from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
+from deltasync.service.kept_versions import kept_of
 from deltasync.service.models import Models
 from deltasync.views.registry import ViewRegistry
 
@@ -61,7 +62,7 @@ class Following:
         consumer = self._consumers.get(name)
         async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
-            kept = find_kept(await _kept(model), model.name, version)
+            kept = find_kept(await kept_of(model), model.name, version)
             return await self._change(consumer, model, before, Follow(kept, time.time_ns(), by), kept.words, by)
 
     async def follow_consumer(
@@ -91,7 +92,7 @@ class Following:
         async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
             self._check_order(consumer, other)
-            every = await _kept(model)
+            every = await kept_of(model)
             kept = [each for each in every if _is_past(each, model)]
             if version:
                 first, why = find_kept(every, model.name, version), "as requested"
@@ -186,7 +187,7 @@ class Following:
         if self._objection(distance) or time.monotonic() < self._due.get(name, 0.0):
             return
         self._due[name] = time.monotonic() + min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds)
-        kept = [each for each in await _kept(model) if _is_past(each, model)]
+        kept = [each for each in await kept_of(model) if _is_past(each, model)]
         lines = await asyncio.to_thread(_lines, model.log, distance.after, distance.behind_seconds)
         if follows is None or consumer.follows is not follows or self._objection(distance):
             return
@@ -196,7 +197,7 @@ class Following:
         if version is None:
             return
         async with self._models.releasing(model.name):
-            if version.id not in {each.id for each in await _kept(model)}:
+            if version.id not in {each.id for each in await kept_of(model)}:
                 return
             async with self._models.changing:
                 if self._is_same(consumer, model, follows) and not self._objection(distance):
@@ -266,10 +267,6 @@ class Following:
         raise Contradiction(
             f"consumers would follow each other in a circle: {' after '.join([*chain, other.name])}"
         )
-
-
-async def _kept(model: Model) -> list[KeptVersion]:
-    return await asyncio.to_thread(model.checkpoints.kept)
 
 
 def _is_past(kept: KeptVersion, model: Model) -> bool:

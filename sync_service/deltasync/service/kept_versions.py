@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
 
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import listed
 from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
-from deltasync.checkpoints.manifest import File
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
@@ -42,15 +41,14 @@ class Versions:
         self._options = options
         self._events = events
         self._changing = asyncio.Lock()
-        self._listed = WeakKeyDictionary[Model, Sequence[KeptVersion]]()
-        self._changes = 0  # A listing that was read during a change may lack it.
 
     def listed(self) -> Mapping[str, Sequence[KeptVersion]]:
         """The kept versions of each model, oldest first, without reading them.
 
         A model is missing until `run` has read them once.
         """
-        return {name: self._listed[model] for name, model in self._models.items() if model in self._listed}
+        known = {name: model.checkpoints.known_kept for name, model in self._models.items()}
+        return {name: kept for name, kept in known.items() if kept is not None}
 
     async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
         """Keep the newest version of a model. When this returns, it is durable, also at the service's URL.
@@ -66,7 +64,7 @@ class Versions:
             check_kept_name(name)
         async with self._changing:
             serving = self._models.model(model)
-            for each in await self._kept(serving):
+            for each in await kept_of(serving):
                 if name and each.name == name:
                     raise Contradiction(
                         f"model {model!r} has a kept version {name!r}, version {each.version}: use another name, "
@@ -85,20 +83,21 @@ class Versions:
                 kept_unix_ns=time.time_ns(),
                 by=by,
             )
-            await asyncio.to_thread(serving.checkpoints.keep, kept, manifest)
-            self._note(serving, [*_without(kept, self._listed.get(serving, ())), kept])
+            await in_own_thread(serving.checkpoints.keep, kept, manifest)
         self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model, version=kept.version, by=by)
         return kept
 
-    async def kept(self, model: str) -> list[tuple[KeptVersion, int]]:
+    async def kept(self, model: str) -> list[tuple[KeptVersion, int | None]]:
         """The kept versions of a model, oldest first, each with the bytes of the files that nothing else needs.
+
+        These bytes are None for a version whose checkpoint cannot be read.
 
         Raises:
             NotFound: there is no such model.
             StorageFailed: the checkpoints cannot be read at present.
         """
         serving = self._models.model(model)
-        return await asyncio.to_thread(_lines, serving)
+        return [(each, serving.checkpoints.own_bytes(each)) for each in await kept_of(serving)]
 
     async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
         """Stop keeping a version. The next checkpoint removes its files.
@@ -109,7 +108,7 @@ class Versions:
             StorageFailed: the checkpoints could not be read or written.
         """
         serving = self._models.model(model)
-        kept = find_kept(await self._kept(serving), model, reference)
+        kept = find_kept(await kept_of(serving), model, reference)
         await self._release(serving, kept, by)
         return kept
 
@@ -120,14 +119,20 @@ class Versions:
                     f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "
                     "another version first (deltasync consumers follow)"
                 )
-            await asyncio.to_thread(model.checkpoints.release, kept)
-            self._note(model, _without(kept, self._listed.get(model, ())))
+            await in_own_thread(model.checkpoints.release, kept)
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
 
     def followers(self, kept: KeptVersion) -> list[str]:
         """The names of the consumers that follow a kept version, or may go back to it."""
-        consumers = self._registry.of_model(kept.model)
-        return sorted(each.name for each in consumers if each.follows and kept.id in each.follows.ids)
+        return self.followers_of(kept.model).get(kept.id, [])
+
+    def followers_of(self, model: str) -> Mapping[str, list[str]]:
+        """The same for all kept versions of a model, by the ids of their checkpoints."""
+        names = defaultdict[str, list[str]](list)
+        for consumer in self._registry.of_model(model):
+            for each in sorted(consumer.follows.ids) if consumer.follows else ():
+                names[each].append(consumer.name)
+        return {id: sorted(some) for id, some in names.items()}  # noqa: A001
 
     async def run(self) -> None:
         """List the kept versions of each model once, and keep and release versions by schedule, until cancelled.
@@ -139,7 +144,7 @@ class Versions:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             now, models = time.monotonic(), list(self._models.values())
-            unread = {each: unread.get(each, now) for each in models if each not in self._listed}
+            unread = {each: unread.get(each, now) for each in models if each.checkpoints.known_kept is None}
             for model, at in list(unread.items()):
                 if now >= at:
                     unread[model] = now + _READ_AGAIN_SECONDS
@@ -154,41 +159,34 @@ class Versions:
 
     async def _read(self, model: Model) -> None:
         try:
-            await self._kept(model)
+            await kept_of(model)
         except DeltasyncError as error:
             text = "the kept versions could not be read; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
     async def _keep_by_schedule(self, model: Model) -> None:
         try:
-            before = await self._kept(model)
+            before = await kept_of(model)
             if not before or before[-1].seal.checksum != model.position.seal:
                 await self.keep(model.name)
             distances = [each.distance for each in self._registry.of_model(model.name) if each.distance]
             behind = max((each.behind_seconds for each in distances), default=0.0)
-            for each in outdated(await self._kept(model), self._options, behind, time.time_ns()):
+            for each in outdated(await kept_of(model), self._options, behind, time.time_ns()):
                 if not self.followers(each):
                     await self._release(model, each, ITSELF)
         except DeltasyncError as error:
             text = "a version could not be kept or released by schedule; the service tries again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
-    async def _kept(self, model: Model) -> list[KeptVersion]:
-        changes = self._changes
-        kept = await asyncio.to_thread(model.checkpoints.kept)
-        if changes == self._changes:
-            self._listed[model] = kept
-        return kept
 
-    def _note(self, model: Model, listed: Sequence[KeptVersion]) -> None:
-        """Record a change of the kept versions."""
-        self._changes += 1
-        if model in self._listed:
-            self._listed[model] = listed
+async def kept_of(model: Model) -> Sequence[KeptVersion]:
+    """The kept versions of a model, oldest first: from memory, unless they have not been read yet.
 
-
-def _without(kept: KeptVersion, versions: Sequence[KeptVersion]) -> list[KeptVersion]:
-    return [each for each in versions if each.id != kept.id]
+    Raises:
+        StorageFailed: they have not been read yet, and cannot be read at present.
+    """
+    known = model.checkpoints.known_kept
+    return known if known is not None else await in_own_thread(model.checkpoints.kept)
 
 
 def outdated(
@@ -203,12 +201,3 @@ def outdated(
     old_ns = now_unix_ns - int(seconds * 1e9)
     beyond = scheduled[: max(0, len(scheduled) - options.keep_last)]
     return [each for each in beyond if each.kept_unix_ns <= old_ns]
-
-
-def _lines(model: Model) -> list[tuple[KeptVersion, int]]:
-    store, kept = model.checkpoints, model.checkpoints.kept()
-    files = {each.id: set(store.manifest_of(each.id).files) for each in kept}
-    newest = set(model.checkpointed.files) if model.checkpointed else set[File]()
-    uses = Counter(file for some in files.values() for file in some)
-    own = {id: sum(file.bytes for file in some - newest if uses[file] == 1) for id, some in files.items()}  # noqa: A001
-    return [(each, own[each.id]) for each in kept]

@@ -89,7 +89,8 @@ def test_a_damaged_record_of_a_kept_version_is_named_by_a_check_and_keeps_its_ch
     path.write_bytes(path.read_bytes()[:-3] + b"xxx")
     second = world.write(store)
     store.keep(kept(second, "good"), second)
-    assert store.kept() == [kept(second, "good")], "it does not hide the others"
+    reopened = CheckpointStore(MODEL, Place(str(tmp_path / "here")))
+    assert reopened.kept() == [kept(second, "good")], "it does not hide the others"
     (problem,) = store.verify()
     assert path.name in problem
     assert "until you remove it" in problem
