@@ -64,8 +64,8 @@ class StoredFile:
 class Place:
     """Files below one URL. Any thread may use it; every method blocks.
 
-    A call that is not answered within the deadline fails, and its thread goes on waiting. Until that call is answered,
-    all others fail at once, so that no more threads wait.
+    A call that is not answered within the deadline fails, and its thread goes on waiting. Until that call is
+    answered, all others fail at once, so that no more threads wait.
 
     Attributes:
         url: the URL.
@@ -127,11 +127,12 @@ class Place:
             entry = self._files.info(self._path(name))
             size, advice = int(entry["size"]), _ALTERED
             same = size == len(content) and self._is_same(name, entry, content)
-        if size != len(content):
-            where = self._where(name)
-            raise PlaceFailed(f"checkpoints: {where} has {size} bytes, {len(content)} were written: {advice}")
-        if not same:
-            raise PlaceFailed(f"checkpoints: {self._where(name)} has other bytes than were written: {advice}")
+        if size != len(content) or not same:
+            self.damaged.add(name)
+            with contextlib.suppress(Exception):  # A later process would take a file of the right size for a copy.
+                self._remove(name)
+            found = f"{size} bytes, {len(content)}" if size != len(content) else "other bytes than"
+            raise PlaceFailed(f"checkpoints: {self._where(name)} has {found} were written: {advice}")
 
     def _is_same(self, name: str, entry: Mapping[str, Any], content: bytes) -> bool:
         """Compare a checksum, if there is one. ETags of encrypted objects may be something else than MD5 sums."""

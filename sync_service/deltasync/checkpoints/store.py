@@ -160,19 +160,19 @@ class CheckpointStore:
 
     Attributes:
         copied_version: newest version that was seen whole in the remote place; 0 = none.
-        known_kept: the kept versions, oldest checkpoint first; None until `kept` has read them. The list is
-            replaced, never changed.
     """
 
     def __init__(self, model: str, local: Place, remote: Place | None = None) -> None:
         """Use a local place, which belongs to this process alone, and optionally a remote one."""
         self.copied_version = 0
-        self.known_kept: list[KeptVersion] | None = None
         self._model, self._local, self._remote = model, local, remote
         self._newest_id = ""  # The largest id that this process has seen.
         # The last two manifests that this process loaded or wrote; the log may begin after the older one.
         self._used = {place: deque[str]([], 2) for place in self._places}
         self._writing, self._copying, self._keeping = threading.Lock(), threading.Lock(), threading.RLock()
+        # By the ids of their checkpoints; None until they were read. And ids that are being released.
+        self._kept: dict[str, KeptVersion] | None = None
+        self._leaving = set[str]()
         # The files of the newest checkpoint and of kept versions, which `_sharing` guards.
         self._shared, self._sharing = SharedFiles(), threading.Lock()
 
@@ -467,8 +467,8 @@ class CheckpointStore:
                 )
             with self._sharing:
                 self._shared.set(kept.id, manifest.files)
-            if (others := self._known_without(kept)) is not None:
-                self.known_kept = sorted([*others, kept], key=lambda each: each.id)
+            if self._kept is not None:
+                self._kept = self._kept | {kept.id: kept}
             # After the remote one, so that no crash leaves a local file that nobody releases.
             if place is not self._local:
                 try:
@@ -482,10 +482,25 @@ class CheckpointStore:
         Raises:
             PlaceFailed: a place could not be written.
         """
-        with self._keeping:
-            for place in self._places:  # The one that counts last; see `keep`.
-                place.remove(kept_file(self._model, kept.id))
-            self._forget(kept)
+        self.hide(kept)
+        try:
+            with self._keeping:
+                for place in self._places:  # The one that counts last; see `keep`.
+                    place.remove(kept_file(self._model, kept.id))
+                self._forget(kept.id)
+        finally:
+            self._leaving.discard(kept.id)
+
+    def hide(self, kept: KeptVersion) -> None:
+        """Leave a version out of the list before `release`, without waiting. It comes back if that fails."""
+        self._leaving.add(kept.id)
+
+    @property
+    def known_kept(self) -> list[KeptVersion] | None:
+        """The kept versions, oldest checkpoint first, without waiting; None until `kept` has read them."""
+        if (kept := self._kept) is None:
+            return None
+        return [each for id, each in sorted(kept.items()) if id not in self._leaving]  # noqa: A001
 
     def kept(self) -> list[KeptVersion]:
         """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`.
@@ -494,7 +509,7 @@ class CheckpointStore:
             StorageFailed: the place could not be read.
         """
         with self._keeping:
-            if self.known_kept is None:
+            if self._kept is None:
                 self._look_for_kept(self._kept_files(self._places[-1]))
             return self.known_kept or []
 
@@ -505,7 +520,7 @@ class CheckpointStore:
 
     def _look_for_kept(self, files: Sequence[StoredFile]) -> None:
         """Read what is new among the files of kept versions, and forget what is gone. Holding `_keeping`."""
-        place, known = self._places[-1], {each.id: each for each in self.known_kept or ()}
+        place, known = self._places[-1], dict(self._kept or {})
         names = {id_of(each.name): each.name for each in files}
         for id, name in names.items():  # noqa: A001
             try:
@@ -523,17 +538,15 @@ class CheckpointStore:
                     continue
                 with self._sharing:
                     self._shared.set(id, manifest.files)
+        self._kept = known
         for id in known.keys() - names.keys():  # noqa: A001
-            self._forget(known.pop(id))
-        self.known_kept = [known[each] for each in sorted(known)]
+            self._forget(id)
 
-    def _forget(self, kept: KeptVersion) -> None:
+    def _forget(self, id: str) -> None:  # noqa: A002
         with self._sharing:
-            self._shared.remove(kept.id)
-        self.known_kept = self._known_without(kept)
-
-    def _known_without(self, kept: KeptVersion) -> list[KeptVersion] | None:
-        return self.known_kept and [each for each in self.known_kept if each.id != kept.id]
+            self._shared.remove(id)
+        if self._kept is not None:
+            self._kept = {each: kept for each, kept in self._kept.items() if each != id}
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002
         """The manifest of the checkpoint with an id.
@@ -625,7 +638,7 @@ class CheckpointStore:
                             place.remove(each.name)
                     place.remove_folder(f"{self._model}/{folder}")
                 place.remove_folder(self._model)
-            self.copied_version, self.known_kept = 0, None
+            self.copied_version, self._kept = 0, None
 
     def _using(self, *manifests: Manifest) -> contextlib.AbstractContextManager[None]:
         """Prevent this process from removing the files of checkpoints inside the block."""

@@ -38,6 +38,8 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
 FORMAT = 1
+# The longest wait for a broken off backup to end. Storage that does not answer must not keep a process longer.
+_LONGEST_END_SECONDS = 5.0
 # The remedy for a damaged backup.
 ANOTHER = "use another backup, or make a new one if the service still runs"
 
@@ -240,10 +242,11 @@ class Backups:
             return await asyncio.shield(making)
         except BaseException:
             left = True
-            await asyncio.wait({making})
-            making.exception()  # No caller is left to report it to.
+            await asyncio.wait({making}, timeout=_LONGEST_END_SECONDS)
+            making.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
             with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
-                await in_own_thread(place.abandon)
+                if making.done():
+                    await in_own_thread(place.abandon)
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:

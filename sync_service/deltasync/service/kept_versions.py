@@ -119,7 +119,8 @@ class Versions:
                     f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "
                     "another version first (deltasync consumers follow)"
                 )
-            await in_own_thread(model.checkpoints.release, kept)
+            model.checkpoints.hide(kept)
+        await in_own_thread(model.checkpoints.release, kept)
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
 
     def followers(self, kept: KeptVersion) -> list[str]:
