@@ -22,7 +22,7 @@ from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailabl
 from deltasync.base.events import EventKind, Events
 from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
-from deltasync.checkpoints.file_storage import UNFINISHED, Place, StoredFile
+from deltasync.checkpoints.file_storage import DEADLINE_SECONDS, UNFINISHED, Place, StoredFile
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.log.data_directory import (
     BACKUP_MARKER,
@@ -73,14 +73,15 @@ class BackupPlace:
         checkpoints: where the files of its checkpoints are.
     """
 
-    def __init__(self, url: str) -> None:
-        """Use a folder or URL.
+    def __init__(self, url: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        """Use a folder or URL. See `Place` for the deadline.
 
         Raises:
             InvalidInput: no file system supports the URL.
         """
         self.url, self._folder = url, _folder_of(url)
-        self._place, self.checkpoints = Place(url), Place(f"{url.rstrip('/')}/{CHECKPOINTS}")
+        self._place = Place(url, deadline_seconds=deadline_seconds)
+        self.checkpoints = Place(f"{url.rstrip('/')}/{CHECKPOINTS}", deadline_seconds=deadline_seconds)
         self._id = uuid.uuid4().hex.encode()
 
     def begin(self) -> None:
@@ -223,7 +224,11 @@ class Backups:
             raise Contradiction("another backup is being made: wait until it ends")
         async with self._making:
             _check_url(url, self._data_dir)
-            backup = await self._make(BackupPlace(url))
+            try:
+                backup = await self._make(BackupPlace(url, self._models.storage.deadline_seconds))
+            except StorageFailed as error:
+                self._events.emit(EventKind.FAILED, "a backup could not be made", error, directory=url, by=by)
+                raise
         text = f"{counted(backup.files, 'file')}, {counted(backup.bytes, 'byte')}"
         self._events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
         return backup

@@ -48,12 +48,13 @@ class Storage:
         shared: whether other processes share these logs.
         place: the checkpoints in the data directory.
         remote: the copies of checkpoints; None if there are none.
+        deadline_seconds: longest time to wait for one answer of the place of a copy or a backup.
     """
 
     def __init__(self, options: ServiceOptions, logs: Logs, *, shared: bool) -> None:
         self.logs, self.shared = logs, shared
         self.place = Place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
-        url = options.checkpoints
+        url, self.deadline_seconds = options.checkpoints, options.storage_seconds
         self.remote = Place(url, deadline_seconds=options.storage_seconds) if url else None
         self._memory = TableMemory(options.table_memory)
         self._release_memory_bytes = options.release_memory_bytes
