@@ -93,8 +93,8 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
     exported = _exported(manifest)
     if _RESERVED in {each.name for each in exported.tables}:
         raise InvalidInput(
-            f"table {_RESERVED!r}: safetensors files have their metadata under this name, so nobody could read the "
-            "file: rename the table in the trainer, or read its rows with `deltasync show`"
+            f"table {_RESERVED!r}: safetensors files have their metadata under this name, and nobody could read "
+            "the file: rename the table in the trainer, or read its rows with `deltasync show`"
         )
     made = path.with_name(path.name + UNFINISHED)
     tables = {each.name: StampedTable(each) for each in exported.tables}

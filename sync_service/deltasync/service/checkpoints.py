@@ -72,7 +72,11 @@ class Checkpoints:
     def failure(self, model: str) -> str:
         """Why the last checkpoint of a model could not be written or copied; empty if it could."""
         state = self._states.get(self._models[model]) if model in self._models else None
-        return state.writing.failure or state.copying.failure if state else ""
+        if state is None or state.writing.failure or not state.copying.failure:
+            return state.writing.failure if state else ""
+        copied = self._models[model].checkpoints.copied_version
+        complete = f"the copy of version {copied} is complete" if copied else "no copy is complete"
+        return f"{state.copying.failure}; {complete} there"
 
     async def run(self) -> None:
         """Write and copy the checkpoints that are due, until cancelled."""

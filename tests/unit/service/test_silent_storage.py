@@ -231,8 +231,10 @@ def test_what_storage_alters_is_no_copy(tmp_path: Path, altering: ControlledStor
                 await service.checkpoints.make(MODEL)
             assert "were written" in str(raised.value)
             await cut(session, step)
-        lag = await Answers(sources(service)).metrics()
-        assert b'deltasync_checkpoint_copied_version{model="clicks"} 0.0' in lag
+        answers = Answers(sources(service))
+        assert b'deltasync_checkpoint_copied_version{model="clicks"} 0.0' in await answers.metrics()
+        await service.consumers.create("fleet", MODEL, Policy())
+        assert "no copy is complete there" in (await answers.lag("fleet")).reason
         assert service.models[MODEL].checkpoints.copied_version == 0
         altering.alter = lambda content: content
         assert (await service.checkpoints.make(MODEL)).version == 3
