@@ -54,8 +54,9 @@ class ControlledStorage:
 _named = dict[str, ControlledStorage]()
 
 
-class _Files(MemoryFileSystem):
-    protocol, store, pseudo_dirs, cachable = _SCHEME, {}, [""], False
+class _Files(MemoryFileSystem):  # type: ignore[misc]
+    protocol, pseudo_dirs, cachable = _SCHEME, [""], False
+    store: dict[str, Any] = {}  # noqa: RUF012
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
