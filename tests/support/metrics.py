@@ -35,8 +35,9 @@ EVENT_METRICS: dict[str, set[str]] = {
 # Those that exist only where TLS is spoken.
 TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"setting"}}
 
-# Those that exist only where there is a checkpoint, and where the service probes itself.
+# Those that exist only where there is a checkpoint or a copy of one, and where the service probes itself.
 CHECKPOINT_METRICS: dict[str, set[str]] = {
+    "deltasync_checkpoint_copied_version": {"model"},
     "deltasync_checkpoint_age_seconds": {"model"},
     "deltasync_probe_seconds": set(),
     "deltasync_probe_age_seconds": set(),

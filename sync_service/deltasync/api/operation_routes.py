@@ -133,8 +133,8 @@ class CheckpointLine:
 
     Without a checkpoint, `version` is 0 and `age_seconds` null. `behind_versions` counts the versions since.
     `new_bytes` counts the files not in the previous checkpoint. `copied_version` is the version of the newest
-    checkpoint at the service's URL, or 0. `reason` is the error of the last attempt to write or copy a checkpoint;
-    empty after success.
+    checkpoint that is complete at the service's URL, or 0. `reason` is the error of the last attempt to write or
+    copy a checkpoint, or to remove old ones; empty after success.
     """
 
     model: str
@@ -155,7 +155,7 @@ def checkpoint_routes(models: Models, checkpoints: Checkpoints) -> APIRouter:
     async def newest_checkpoints() -> list[CheckpointLine]:
         """The newest checkpoint of each of this process's models."""
         models.check_confirmed()
-        return [_line(each, checkpoints.failure(name)) for name, each in sorted(models.items())]
+        return [_line(each, checkpoints.trouble(name)) for name, each in sorted(models.items())]
 
     return router
 

@@ -18,7 +18,8 @@ class KeptLine:
 
     `name` may be empty. Times are nanoseconds since 1970; `event_time_unix_ns` is the time of the newest event on
     which it was trained, null if unknown. `bytes` is the size of the files of its checkpoint, and `own_bytes` the
-    size of those that nothing else needs. `followers` are the consumers that follow it.
+    size of those that nothing else needs, null if its checkpoint cannot be read. `followers` are the consumers
+    that follow it.
     """
 
     model: str
@@ -29,7 +30,7 @@ class KeptLine:
     kept_unix_ns: int
     by: str
     bytes: int
-    own_bytes: int
+    own_bytes: int | None
     followers: list[str]
 
 
@@ -48,7 +49,8 @@ def version_routes(on: Collaborators) -> APIRouter:
     @router.get("/models/{name}/versions")
     async def kept_versions(name: str) -> list[KeptLine]:
         """The kept versions of a model, oldest first."""
-        return [_line(kept, own_bytes, versions.followers(kept)) for kept, own_bytes in await versions.kept(name)]
+        kept, followers = await versions.kept(name), versions.followers_of(name)
+        return [_line(each, own_bytes, followers.get(each.id, [])) for each, own_bytes in kept]
 
     @router.post("/models/{name}/versions", openapi_extra=_KEEP)
     async def keep(name: str, request: Request) -> KeptLine:
@@ -80,7 +82,7 @@ def version_routes(on: Collaborators) -> APIRouter:
     return router
 
 
-def _line(kept: KeptVersion, own_bytes: int, followers: list[str]) -> KeptLine:
+def _line(kept: KeptVersion, own_bytes: int | None, followers: list[str]) -> KeptLine:
     return KeptLine(
         model=kept.model,
         version=kept.version,

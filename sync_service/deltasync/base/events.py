@@ -202,6 +202,12 @@ class EventKind(Enum):
     CHECKPOINTED = "checkpointed", logging.DEBUG, "A checkpoint is complete."
     VOLUME_FAILED = "volume_failed", logging.ERROR, "A volume refuses writes."
     VOLUME_RECOVERED = "volume_recovered", logging.INFO, "A volume takes writes again."
+    STORAGE_SILENT = (
+        "storage_silent",
+        logging.ERROR,
+        "The place of checkpoint copies has not answered a call in time.",
+    )
+    STORAGE_ANSWERS = "storage_answers", logging.INFO, "The place of checkpoint copies answers again."
     FAILED = "failed", logging.ERROR, "Something failed; an unexpected error has its traceback."
 
     def __new__(cls, name: str, level: int, meaning: str) -> "EventKind":

@@ -5,12 +5,13 @@ A class names the owners of its attributes with `confined`. DELTASYNC_CHECK_THRE
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -144,6 +145,24 @@ def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
             future.set_result(function())
         except BaseException as error:  # noqa: BLE001  # The waiter gets the error.
             future.set_exception(error)
+
+
+def begin_in_thread(function: Callable[[], T]) -> "Future[T]":
+    """Call `function` in a thread of its own, which does not keep the process from ending."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, function), name="waits", daemon=True).start()
+    return future
+
+
+async def in_own_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function that waits for storage, or takes long, in a thread of its own.
+
+    `asyncio.to_thread` has few threads. Lags, metrics, seals and views need them, and must not wait for such
+    calls.
+    """
+    return await asyncio.wrap_future(
+        begin_in_thread(partial(contextvars.copy_context().run, function, *arguments))
+    )
 
 
 # More cores do not help, because memory bandwidth limits work on many rows.

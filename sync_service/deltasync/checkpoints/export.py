@@ -26,6 +26,7 @@ from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)
 
+_RESERVED = "__metadata__"
 _MODEL = ""  # The owner of the model's own tables.
 
 
@@ -83,12 +84,18 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
 
     Raises:
         ModuleNotFoundError: the package `safetensors` is missing.
+        InvalidInput: a table has the name under which the format has its metadata.
         StorageFailed: the checkpoint is damaged or cannot be read, the file cannot be written, or memory is short.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     exported = _exported(manifest)
+    if _RESERVED in {each.name for each in exported.tables}:
+        raise InvalidInput(
+            f"table {_RESERVED!r}: safetensors files have their metadata under this name, and nobody could read "
+            "the file: rename the table in the trainer, or read its rows with `deltasync show`"
+        )
     made = path.with_name(path.name + UNFINISHED)
     tables = {each.name: StampedTable(each) for each in exported.tables}
     store.load(

@@ -2,21 +2,30 @@
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
+import re
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.files import flush, make_folder
+from deltasync.base.threads import begin_in_thread
 from deltasync.checkpoints.chunks import CheckpointDamaged
 
+T = TypeVar("T")
 UNFINISHED = ".unfinished"
+# Enough for the largest file at 0.5 MB/s.
+DEADLINE_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
 _ADVICE = {
     errno.ENOSPC: "make room on its volume",
@@ -32,6 +41,11 @@ _ADVICE = {
 _OTHERWISE = "look for errors of its volume in the system log"
 # Names under which fsspec file systems list the time at which an object was written.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+_MD5 = re.compile("[0-9a-f]{32}")
+_ALTERED = (
+    "the storage, or a proxy before it, alters what it gets: if a proxy leaves the aws-chunked framing in, set "
+    "AWS_REQUEST_CHECKSUM_CALCULATION=when_required for the service, or use the storage without the proxy"
+)
 
 
 class PlaceFailed(StorageFailed):
@@ -50,18 +64,35 @@ class StoredFile:
 class Place:
     """Files below one URL. Any thread may use it; every method blocks.
 
+    A call that is not answered within the deadline fails, and its thread goes on waiting. Until that call is
+    answered, all others fail at once, so that no more threads wait.
+
     Attributes:
         url: the URL.
         damaged: names of files that are damaged or missing, as far as this process noticed.
     """
 
-    def __init__(self, url: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Use a folder, or object storage with fsspec's `settings`, such as endpoint_url.
+    def __init__(
+        self,
+        url: str,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        deadline_seconds: float | None = DEADLINE_SECONDS,
+    ) -> None:
+        """Use a folder, or object storage.
+
+        Args:
+            url: the folder or URL.
+            settings: settings of fsspec's file system, such as endpoint_url.
+            deadline_seconds: longest time to wait for the answer to one call; None = no limit.
 
         Raises:
             InvalidInput: no file system supports the URL.
         """
         self.url, self.damaged = url, set[str]()
+        self._deadline = deadline_seconds
+        self._late = dict[Future[Any], float]()  # Calls beyond their deadline, with the time at which they began.
+        self._has_checksums = True  # Whether the ETags of the storage are MD5 sums, as far as this process knows.
         self._in_use, self._lock = Counter[str](), threading.Lock()
         self._folder: Path | None = Path(url)
         if "://" in url:
@@ -77,15 +108,42 @@ class Place:
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Write a file atomically and durably: after a crash it is complete or absent.
 
+        Then compare its size, and its checksum where the storage has one.
+
         Raises:
-            PlaceFailed: it could not be written.
+            PlaceFailed: it could not be written, or differs from what was written.
         """
         with self._failures(name, "written"):
-            if self._folder:
-                _put_file(self._folder / name, content)
-            else:
-                self._files.pipe_file(self._path(name), bytes(content))
+            self._answered(partial(self._put, name, content))
         self.damaged.discard(name)
+
+    def _put(self, name: str, content: bytes | memoryview) -> None:
+        if self._folder:
+            _put_file(self._folder / name, content)
+            size, same, advice = (self._folder / name).stat().st_size, True, _OTHERWISE
+        else:
+            self._files.pipe_file(self._path(name), content := bytes(content))
+            self._files.invalidate_cache()
+            entry = self._files.info(self._path(name))
+            size, advice = int(entry["size"]), _ALTERED
+            same = size == len(content) and self._is_same(name, entry, content)
+        if size != len(content) or not same:
+            self.damaged.add(name)
+            with contextlib.suppress(Exception):  # A later process would take a file of the right size for a copy.
+                self._remove(name)
+            found = f"{size} bytes, {len(content)}" if size != len(content) else "other bytes than"
+            raise PlaceFailed(f"checkpoints: {self._where(name)} has {found} were written: {advice}")
+
+    def _is_same(self, name: str, entry: Mapping[str, Any], content: bytes) -> bool:
+        """Compare a checksum, if there is one. ETags of encrypted objects may be something else than MD5 sums."""
+        etag = str(entry.get("ETag") or "").strip('"').lower()
+        if not self._has_checksums or not _MD5.fullmatch(etag):
+            return True
+        if etag != hashlib.md5(content, usedforsecurity=False).hexdigest():
+            if self._files.cat_file(self._path(name)) != content:
+                return False
+            self._has_checksums = False
+        return True
 
     def get(self, name: str) -> bytes:
         """Read a file.
@@ -95,10 +153,12 @@ class Place:
             PlaceFailed: it could not be read.
         """
         with self._failures(name, "read"):
-            if self._folder:
-                return (self._folder / name).read_bytes()
-            content: bytes = self._files.cat_file(self._path(name))
-            return content
+            read = (self._folder / name).read_bytes if self._folder else partial(self._read_object, name)
+            return self._answered(read)
+
+    def _read_object(self, name: str) -> bytes:
+        content: bytes = self._files.cat_file(self._path(name))
+        return content
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
@@ -119,7 +179,8 @@ class Place:
             prefix = f"{folder}/" if folder else ""
             try:
                 entries = [
-                    StoredFile(prefix + name, size, modified) for name, size, modified in self._listed(folder)
+                    StoredFile(prefix + name, size, modified)
+                    for name, size, modified in self._answered(lambda: list(self._listed(folder)))
                 ]
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -132,11 +193,14 @@ class Place:
             PlaceFailed: it could not be removed.
         """
         with self._failures(name, "removed"), contextlib.suppress(FileNotFoundError):
-            if self._folder:
-                (self._folder / name).unlink()
-                flush((self._folder / name).parent)
-            else:
-                self._files.rm_file(self._path(name))
+            self._answered(partial(self._remove, name))
+
+    def _remove(self, name: str) -> None:
+        if self._folder:
+            (self._folder / name).unlink()
+            flush((self._folder / name).parent)
+        else:
+            self._files.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder if it exists and is empty. Object storage has no folders."""
@@ -161,6 +225,36 @@ class Place:
         """Whether a file name or checkpoint id is in use."""
         return name in self._in_use
 
+    @property
+    def trouble(self) -> str:
+        """For how long it has not answered; empty while it answers in time."""
+        with self._lock:
+            begun = min(self._late.values(), default=None)
+        return f"{self.url} has not answered for {time.monotonic() - begun:.0f} s" if begun is not None else ""
+
+    def _answered(self, call: Callable[[], T]) -> T:
+        """Make a call, and wait for the answer until the deadline."""
+        if self._deadline is None:
+            return call()
+        if not self._late:
+            begun, answer = time.monotonic(), begin_in_thread(call)
+            if wait([answer], self._deadline).done:
+                return answer.result()
+            with self._lock:
+                self._late[answer] = begun
+            answer.add_done_callback(self._note_answer)
+        text = self.trouble or f"{self.url} answers late"  # It may have answered just now.
+        raise PlaceFailed(
+            f"checkpoints: {text}: check that it is reachable, and what is between it and the service"
+        )
+
+    def _note_answer(self, answer: "Future[Any]") -> None:
+        with self._lock:
+            self._late.pop(answer, None)
+
+    def _where(self, name: str) -> str:
+        return str(self._folder / name) if self._folder else f"{self.url.rstrip('/')}/{name}"
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
@@ -177,9 +271,11 @@ class Place:
     @contextlib.contextmanager
     def _failures(self, name: str, done: str) -> Iterator[None]:
         """Turn the errors of a file system into one with the path or URL and a remedy."""
-        where = self._folder / name if self._folder else f"{self.url.rstrip('/')}/{name}"
+        where = self._where(name)
         try:
             yield
+        except PlaceFailed:
+            raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and done == "read":
                 raise CheckpointDamaged(f"checkpoints: {where} is missing") from error

@@ -38,6 +38,7 @@ from deltasync.checkpoints.manifest import (
     pack_manifest,
     unpack_manifest,
 )
+from deltasync.checkpoints.shared_files import SharedFiles
 from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
 from deltasync.core.changes import Stamps
 from deltasync.core.rows import Ids
@@ -119,6 +120,8 @@ def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
 logger = logging.getLogger(__name__)
 
 
+# The newest checkpoint among the users of files.
+_NEWEST = ""
 # Younger files in the remote place may belong to a checkpoint that another process is still copying.
 _YOUNG_SECONDS = 3600.0
 
@@ -167,7 +170,7 @@ class CheckpointStore:
     """The checkpoints of one model. Any thread may use it; every method blocks.
 
     Attributes:
-        copied_version: newest version in the remote place that this process knows; 0 = none.
+        copied_version: newest version that was seen whole in the remote place; 0 = none.
     """
 
     def __init__(self, model: str, local: Place, remote: Place | None = None) -> None:
@@ -177,7 +180,12 @@ class CheckpointStore:
         self._newest_id = ""  # The largest id that this process has seen.
         # The last two manifests that this process loaded or wrote; the log may begin after the older one.
         self._used = {place: deque[str]([], 2) for place in self._places}
-        self._writing, self._copying = threading.Lock(), threading.Lock()
+        self._writing, self._copying, self._keeping = threading.Lock(), threading.Lock(), threading.RLock()
+        # By the ids of their checkpoints; None until they were read. And ids that are being released.
+        self._kept: dict[str, KeptVersion] | None = None
+        self._leaving = set[str]()
+        # The files of the newest checkpoint and of kept versions, which `_sharing` guards.
+        self._shared, self._sharing = SharedFiles(), threading.Lock()
 
     @property
     def _places(self) -> list[Place]:
@@ -198,7 +206,10 @@ class CheckpointStore:
         """
         both = [self._found(place) for place in self._places]
         if self._remote and both[1].manifests:
-            self.copied_version = both[1].manifests[0].version
+            with contextlib.suppress(PlaceFailed):
+                whole = self._whole(self._remote)
+                copied = (each.version for each in both[1].manifests if whole.issuperset(each.files))
+                self.copied_version = next(copied, 0)
         manifests = {each.id: each for found in both for each in found.manifests}
         return CheckpointListing(
             [manifests[id] for id in sorted(manifests, reverse=True)],  # noqa: A001
@@ -250,6 +261,12 @@ class CheckpointStore:
             load_rows(manifest, tables, self._read)
         for place in self._places if note_use else ():
             self._note_use(place, manifest)
+        if note_use:
+            self._note_newest(manifest)
+
+    def _note_newest(self, manifest: Manifest) -> None:
+        with self._sharing:
+            self._shared.set(_NEWEST, manifest.files)
 
     def _note_use(self, place: Place, manifest: Manifest) -> None:
         if manifest.name in self._used[place]:
@@ -382,7 +399,9 @@ class CheckpointStore:
                     if each.name in {
                         file.name for file in self._kept_files(place)
                     }:  # Else it was released meanwhile.
-                        problems.append(f"{error}; until you remove it, no kept version can be used")
+                        problems.append(
+                            f"{error}; until you remove it, its checkpoint stays, and nobody can follow it"
+                        )
         except PlaceFailed as error:
             problems.append(str(error))
         return problems
@@ -422,6 +441,7 @@ class CheckpointStore:
                             self._local.remove(name)
                     raise
         self._note_use(self._local, manifest)
+        self._note_newest(manifest)
         return manifest
 
     def _next_id(self) -> str:
@@ -466,6 +486,7 @@ class CheckpointStore:
         place.put(file.name, self._read(file, _checked))
 
     # Kept versions. Where there is a remote place, only that one counts: another process may own the model next.
+    # They are in memory once they have been read. `remove_old` looks for changes by others.
 
     def keep(self, kept: KeptVersion, manifest: Manifest) -> None:
         """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns.
@@ -474,7 +495,7 @@ class CheckpointStore:
             StorageFailed: the place could not be written, or an old checkpoint was removed meanwhile.
         """
         name, place = kept_file(self._model, kept.id), self._places[-1]
-        with self._local.using([kept.id]):
+        with self._keeping, self._local.using([kept.id]):
             place.put(name, pack_kept(kept))
             manifests = {each.name for each in self._stored_manifests(place)}
             if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
@@ -482,6 +503,10 @@ class CheckpointStore:
                 raise StorageFailed(
                     f"{kept.words} of model {self._model!r} is too old to keep: its files were removed"
                 )
+            with self._sharing:
+                self._shared.set(kept.id, manifest.files)
+            if self._kept is not None:
+                self._kept = self._kept | {kept.id: kept}
             # After the remote one, so that no crash leaves a local file that nobody releases.
             if place is not self._local:
                 try:
@@ -495,8 +520,25 @@ class CheckpointStore:
         Raises:
             PlaceFailed: a place could not be written.
         """
-        for place in self._places:  # The one that counts last; see `keep`.
-            place.remove(kept_file(self._model, kept.id))
+        self.hide(kept)
+        try:
+            with self._keeping:
+                for place in self._places:  # The one that counts last; see `keep`.
+                    place.remove(kept_file(self._model, kept.id))
+                self._forget(kept.id)
+        finally:
+            self._leaving.discard(kept.id)
+
+    def hide(self, kept: KeptVersion) -> None:
+        """Leave a version out of the list before `release`, without waiting. It comes back if that fails."""
+        self._leaving.add(kept.id)
+
+    @property
+    def known_kept(self) -> list[KeptVersion] | None:
+        """The kept versions, oldest checkpoint first, without waiting; None until `kept` has read them."""
+        if (kept := self._kept) is None:
+            return None
+        return [each for id, each in sorted(kept.items()) if id not in self._leaving]  # noqa: A001
 
     def kept(self) -> list[KeptVersion]:
         """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`.
@@ -504,14 +546,45 @@ class CheckpointStore:
         Raises:
             StorageFailed: the place could not be read.
         """
-        place, versions = self._places[-1], list[KeptVersion]()
-        for each in self._kept_files(place):
+        with self._keeping:
+            if self._kept is None:
+                self._look_for_kept(self._kept_files(self._places[-1]))
+            return self.known_kept or []
+
+    def own_bytes(self, kept: KeptVersion) -> int | None:
+        """Bytes of the files that only this kept version uses; None if its checkpoint could not be read."""
+        with self._sharing:
+            return self._shared.own_bytes(kept.id)
+
+    def _look_for_kept(self, files: Sequence[StoredFile]) -> None:
+        """Read what is new among the files of kept versions, and forget what is gone. Holding `_keeping`."""
+        place, known = self._places[-1], dict(self._kept or {})
+        names = {id_of(each.name): each.name for each in files}
+        for id, name in names.items():  # noqa: A001
             try:
-                versions.append(unpack_kept(each.name, place.get(each.name)))
+                if id not in known:
+                    known[id] = unpack_kept(name, place.get(name))
             except CheckpointDamaged as error:
-                if each.name in {file.name for file in self._kept_files(place)}:  # Else it was released meanwhile.
+                if name in {file.name for file in self._kept_files(place)}:  # Else it was released meanwhile.
                     logger.warning("skipped a kept version: %s", error)
-        return versions
+            if id not in self._shared:
+                try:
+                    manifest = self.manifest_of(id)
+                except PlaceFailed:
+                    raise
+                except StorageFailed:
+                    continue
+                with self._sharing:
+                    self._shared.set(id, manifest.files)
+        self._kept = known
+        for id in known.keys() - names.keys():  # noqa: A001
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:  # noqa: A002
+        with self._sharing:
+            self._shared.remove(id)
+        if self._kept is not None:
+            self._kept = {each: kept for each, kept in self._kept.items() if each != id}
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002
         """The manifest of the checkpoint with an id.
@@ -553,15 +626,21 @@ class CheckpointStore:
         small = [each for folder in (MANIFESTS, KEPT) for each in place.names(f"{self._model}/{folder}")]
         unfinished = [each for each in small if UNFINISHED in each.name]
         manifests = self._stored_manifests(place)
-        names_of_kept = {manifest_name(self._model, id_of(each.name)) for each in self._kept_files(place)}
+        with self._keeping:
+            files_of_kept = self._kept_files(place)
+            if place is self._places[-1]:
+                self._look_for_kept(files_of_kept)
+        ids_of_kept = {id_of(each.name) for each in files_of_kept}
         newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
         whole, sound = _whole_of(place, listed), 0
         kept, old, unreadable = list[Manifest](), list[StoredFile](), False
         for each in reversed(manifests):
             age = newest - (newest if each.modified is None else each.modified)
             enough = sound >= max(1, keep) and (not keep_seconds or age > keep_seconds)
-            if enough and each.name not in self._used[place] and each.name not in names_of_kept:
+            if enough and each.name not in self._used[place] and id_of(each.name) not in ids_of_kept:
                 old.append(each)
+                continue
+            if enough and id_of(each.name) in self._shared:  # Reading each would cost more with each kept version.
                 continue
             try:
                 kept.append(unpack_manifest(each.name, place.get(each.name)))
@@ -571,6 +650,8 @@ class CheckpointStore:
             sound += whole.issuperset(kept[-1].files)
         named = {file.name for each in kept for file in each.files}
         unnamed = [each for each in (*data, *unfinished) if each.name not in named and id_of(each.name)]
+        with self._sharing:
+            unnamed = [each for each in unnamed if not self._shared.uses(each.name)]
         if remote:
             unnamed = [each for each in unnamed if each.modified and newest - each.modified > _YOUNG_SECONDS]
         for each in (*old, *(() if unreadable else unnamed)):
@@ -595,7 +676,7 @@ class CheckpointStore:
                             place.remove(each.name)
                     place.remove_folder(f"{self._model}/{folder}")
                 place.remove_folder(self._model)
-            self.copied_version = 0
+            self.copied_version, self._kept = 0, None
 
     def using(self, *manifests: Manifest) -> contextlib.AbstractContextManager[None]:
         """Prevent this process from removing the files of checkpoints inside the block."""

@@ -42,8 +42,8 @@ def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: b
     age      time since it was completed
     bytes    size of all its files
     new      bytes of files not in the previous checkpoint
-    at URL   version of the newest checkpoint at the URL of `serve --checkpoints`
-    why      why the last attempt to write or copy a checkpoint failed
+    at URL   version of the newest checkpoint that is complete at the URL of `serve --checkpoints`
+    why      why the last attempt to write or copy a checkpoint failed, or why old ones stay
 
     With --at, show every checkpoint there with its name. The exit status is 1 if one is unreadable or, with
     --check, damaged.

@@ -75,7 +75,7 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
         "" if events is None else _age(events),
         _age(line["kept_unix_ns"]),
         size(line["bytes"]),
-        size(line["own_bytes"]),
+        "" if line["own_bytes"] is None else size(line["own_bytes"]),
         line["by"],
         ", ".join(line["followers"]),
     )

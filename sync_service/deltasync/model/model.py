@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import ServiceUnavailable, StorageFailed
-from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, SET_BY_EVENT_LOOP, after, confined
+from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, SET_BY_EVENT_LOOP, after, confined, in_own_thread
 from deltasync.base.waiting import Signal
 from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest
@@ -312,7 +312,7 @@ class Model:
         async with self._checkpointing:
             subject, previous = _ModelAndViews(self, views, small, check), self.checkpointed
             try:
-                self.checkpointed = await asyncio.to_thread(
+                self.checkpointed = await in_own_thread(
                     self.checkpoints.write, subject, previous, _LAST_TURN_BYTES
                 )
             except DamagedRows as error:

@@ -420,16 +420,12 @@ def remove_records(log: LogStore, model: str) -> None:
         log.truncate(f"{kind}/{model}", LAST_NUMBER).result()
 
 
-def finish_removal(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-    """Finish the removal of a model, if one was noted and did not finish. Blocks.
+def removal_noted(log: LogStore, model: str) -> bool:
+    """Whether a removal of a model was noted and did not finish. Blocks.
 
-    Call it before making another model of that name, because the next start would remove that one.
-
-    Raises:
-        StorageFailed: the log or a place of checkpoints could not be written.
+    Finish it before making another model of that name, because the next start would remove that one.
     """
-    if "" in log.items(f"{_NOTE}{model}"):
-        remove_model(log, model, checkpoints)
+    return "" in log.items(f"{_NOTE}{model}")
 
 
 def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:

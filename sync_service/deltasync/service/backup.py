@@ -20,8 +20,9 @@ import xxhash
 
 from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
-from deltasync.checkpoints.file_storage import UNFINISHED, Place, StoredFile
+from deltasync.checkpoints.file_storage import DEADLINE_SECONDS, UNFINISHED, Place, StoredFile
 from deltasync.checkpoints.kept_version import KeptVersion, kept_file, pack_kept
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
@@ -41,6 +42,8 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
 FORMAT = 1
+# The longest wait for a broken off backup to end. Storage that does not answer must not keep a process longer.
+_LONGEST_END_SECONDS = 5.0
 # The remedy for a damaged backup.
 ANOTHER = "use another backup, or make a new one if the service still runs"
 
@@ -74,14 +77,15 @@ class BackupPlace:
         checkpoints: where the files of its checkpoints are.
     """
 
-    def __init__(self, url: str) -> None:
-        """Use a folder or URL.
+    def __init__(self, url: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        """Use a folder or URL. See `Place` for the deadline.
 
         Raises:
             InvalidInput: no file system supports the URL.
         """
         self.url, self._folder = url, _folder_of(url)
-        self._place, self.checkpoints = Place(url), Place(f"{url.rstrip('/')}/{CHECKPOINTS}")
+        self._place = Place(url, deadline_seconds=deadline_seconds)
+        self.checkpoints = Place(f"{url.rstrip('/')}/{CHECKPOINTS}", deadline_seconds=deadline_seconds)
         self._id = uuid.uuid4().hex.encode()
 
     def begin(self) -> None:
@@ -224,13 +228,17 @@ class Backups:
             raise Contradiction("another backup is being made: wait until it ends")
         async with self._making:
             _check_url(url, self._data_dir)
-            backup = await self._make(BackupPlace(url))
+            try:
+                backup = await self._make(BackupPlace(url, self._models.storage.deadline_seconds))
+            except StorageFailed as error:
+                self._events.emit(EventKind.FAILED, "a backup could not be made", error, directory=url, by=by)
+                raise
         text = f"{counted(backup.files, 'file')}, {counted(backup.bytes, 'byte')}"
         self._events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
         return backup
 
     async def _make(self, place: BackupPlace) -> Backup:
-        await asyncio.to_thread(place.begin)
+        await in_own_thread(place.begin)
         left = False
 
         def check() -> None:
@@ -243,10 +251,11 @@ class Backups:
             return await asyncio.shield(making)
         except BaseException:
             left = True
-            await asyncio.wait({making})
-            making.exception()  # No caller is left to report it to.
+            await asyncio.wait({making}, timeout=_LONGEST_END_SECONDS)
+            making.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
             with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
-                await asyncio.to_thread(place.abandon)
+                if making.done():
+                    await in_own_thread(place.abandon)
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
@@ -255,11 +264,11 @@ class Backups:
         for name in sorted(self._models):
             store = self._models.model(name).checkpoints
             manifest = manifests[name] = await self._checkpoints.write(name)
-            await asyncio.to_thread(check)
-            files |= await asyncio.to_thread(_copy, store, manifest, place.checkpoints, check)
-        others = await asyncio.to_thread(self._others, manifests)
-        await asyncio.to_thread(check)
-        return await asyncio.to_thread(place.complete, manifests, files, others)
+            await in_own_thread(check)
+            files |= await in_own_thread(_copy, store, manifest, place.checkpoints, check)
+        others = await in_own_thread(self._others, manifests)
+        await in_own_thread(check)
+        return await in_own_thread(place.complete, manifests, files, others)
 
     def _check_recovered(self) -> None:
         for model in self._models.recovering:
@@ -290,9 +299,8 @@ def _copy(store: CheckpointStore, manifest: Manifest, place: Place, check: Check
     """Copy a checkpoint, and the kept versions that its consumers follow. Return the names of the files."""
     kept = {each.id: each for versions in followed_versions(manifest).values() for each in versions}
     manifests = [*(store.manifest_of(each) for each in kept), manifest]
-    with store.using(
-        *manifests
-    ):  # Before the first copy, because a consumer may go on and its version be released.
+    # Begin before the first copy, because a consumer may go on and its version be released.
+    with store.using(*manifests):
         for each in manifests:
             store.copy(each, place, check)
     for version in kept.values():

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from deltasync.base.errors import NotFound, ServiceUnavailable
+from deltasync.base.errors import NotFound, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
+from deltasync.base.waiting import first_of
 from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.consumers.registry import ConsumerRegistry
@@ -52,31 +54,52 @@ class Checkpoints:
         self._events = events
         self._draining = draining
         self._states = dict[Model, _State]()
+        self._silent = False  # Whether the last event said that the service's URL does not answer.
         self.failures = 0
 
     @property
     def troubles(self) -> list[str]:
-        """Why checkpoints fail, in words."""
+        """Why checkpoints fail, or old ones stay, in words."""
         return [
-            f"checkpoints of model {each!r}: {why}" for each in sorted(self._models) if (why := self.failure(each))
+            f"checkpoints of model {each!r}: {why}" for each in sorted(self._models) if (why := self.trouble(each))
         ]
+
+    def trouble(self, model: str) -> str:
+        """The same for a model; empty if everything succeeds."""
+        state = self._states.get(self._models[model]) if model in self._models else None
+        return self.failure(model) or (state.left_behind if state else "")
 
     def failure(self, model: str) -> str:
         """Why the last checkpoint of a model could not be written or copied; empty if it could."""
         state = self._states.get(self._models[model]) if model in self._models else None
-        return state.writing.failure or state.copying.failure if state else ""
+        if state is None or state.writing.failure or not state.copying.failure:
+            return state.writing.failure if state else ""
+        copied = self._models[model].checkpoints.copied_version
+        complete = f"the copy of version {copied} is complete" if copied else "no copy is complete"
+        return f"{state.copying.failure}; {complete} there"
 
     async def run(self) -> None:
         """Write and copy the checkpoints that are due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
+                self._look_at_storage()
                 self._states = {model: self._state(model) for model in self._models.values()}
                 for model, state in self._states.items():
                     if state.writing.may_begin and self._is_due(model, state):
                         tasks.create_task(self._try(self._write(model, state)))
                     if state.copying.may_begin and self._lacks_copy(state):
                         tasks.create_task(self._try(self._copy(model, state)))
+
+    def _look_at_storage(self) -> None:
+        """Report that the service's URL does not answer, and the end of that."""
+        remote = self._models.storage.remote
+        if remote and (trouble := remote.trouble) and not self._silent:
+            text = f"{trouble}; copies and kept versions wait, everything else goes on"
+            self._events.emit(EventKind.STORAGE_SILENT, text, directory=remote.url)
+        elif remote and self._silent and not trouble:
+            self._events.emit(EventKind.STORAGE_ANSWERS, directory=remote.url)
+        self._silent = bool(remote and trouble)
 
     async def make(self, name: str) -> Manifest:
         """Write a checkpoint of a model now, and copy it.
@@ -142,6 +165,7 @@ class Checkpoints:
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
                 await self._truncate_log(model, state, state.written, remote=False)
+            await self._remove_old(model, state, remote=False)
             text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
             self._events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
             return manifest
@@ -153,10 +177,23 @@ class Checkpoints:
                 if not self._lacks_copy(state):  # Another caller copied it during the wait.
                     return
                 manifest = state.written[-1]
-                copy = partial(asyncio.to_thread, model.checkpoints.copy_to_remote, manifest)
-                await self._unless_left(model, copy)
+                copy = partial(in_own_thread, model.checkpoints.copy_to_remote, manifest)
+                await self._unless_left(model, copy, may_hang=True)
                 state.copied.append(manifest)
                 await self._truncate_log(model, state, state.copied, remote=True)
+            await self._remove_old(model, state, remote=True)
+
+    async def _remove_old(self, model: Model, state: "_State", *, remote: bool) -> None:
+        """Remove older checkpoints. The newest one is complete even if this fails."""
+        keep = self._options.keep_checkpoints, self._options.keep_checkpoints_seconds
+        try:
+            await in_own_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))
+        except StorageFailed as error:
+            state.left_behind = f"old checkpoints could not be removed: {error}"
+            text = "old checkpoints could not be removed; the service tries again after the next one"
+            self._events.emit(EventKind.FAILED, text, error, model=model.name)
+        else:
+            state.left_behind = ""
 
     @contextlib.contextmanager
     def _noting(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
@@ -172,7 +209,9 @@ class Checkpoints:
             raise
         work.note(None)
 
-    async def _unless_left(self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+    async def _unless_left(
+        self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]], *, may_hang: bool = False
+    ) -> T:
         """Run work with a check to call regularly, which raises once the result is no longer needed."""
         left = False
 
@@ -189,19 +228,22 @@ class Checkpoints:
             return await asyncio.shield(doing)
         except asyncio.CancelledError:
             left = True
-            await asyncio.wait({doing})
-            doing.exception()  # No caller is left to report it to.
+            # At the end of the service, storage that does not answer must not keep the process. Such work then
+            # leaves what a crash would leave.
+            ending = [self._draining.wait()] if may_hang else []
+            await first_of(*ending, tasks=[doing], seconds=None)
+            doing.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
             raise
 
     async def _truncate_log(
         self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool
     ) -> None:
-        """Drop the log up to the second newest checkpoint of a place, and remove old checkpoints there.
+        """Drop the log up to the second newest checkpoint of a place.
 
         A shared log counts only remote checkpoints. A full log is dropped up to the newest one, which shares
         almost all files with the one before it.
         """
-        log, options = model.log, self._options
+        log = model.log
         upto = list(newest)[-1:] if log.refusing else list(newest)[-2:-1]
         if upto and log.shared == remote:
             before = model.store.dropped
@@ -213,8 +255,6 @@ class Checkpoints:
                 log.refusing = False  # If there is still no room, the log refuses the next write.
                 for coordinator in self._models.publishers():
                     coordinator.note_room()
-        keep = options.keep_checkpoints, options.keep_checkpoints_seconds
-        await asyncio.to_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))
 
 
 def _small_records(model: Model) -> dict[str, bytes]:
@@ -298,6 +338,7 @@ class _State:
 
     Attributes:
         due: when to write the next one, by `time.monotonic`.
+        left_behind: why older checkpoints could not be removed; empty if they could.
         made_room: when a checkpoint was last written because the log was full.
         written: the newest two in the data directory, oldest first.
         copied: the newest two that this process copied to the URL, oldest first.
@@ -305,6 +346,6 @@ class _State:
 
     def __init__(self, model: Model, seconds: float) -> None:
         self.writing, self.copying = _Work(seconds), _Work(seconds)
-        self.due, self.made_room = time.monotonic() + seconds, 0.0
+        self.due, self.made_room, self.left_behind = time.monotonic() + seconds, 0.0, ""
         self.written = deque([each for each in (model.checkpointed,) if each], 2)
         self.copied = deque[Manifest]([], 2)

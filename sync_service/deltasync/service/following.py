@@ -15,7 +15,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
-from deltasync.service.kept_versions import SHARE_OF_DISTANCE
+from deltasync.service.kept_versions import SHARE_OF_DISTANCE, kept_of
 from deltasync.service.models import Models
 from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
@@ -63,7 +63,7 @@ class Following:
         consumer = self._consumers.get(name)
         async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
-            kept = find_kept(await _kept(model), model.name, version)
+            kept = find_kept(await kept_of(model), model.name, version)
             return await self._change(
                 consumer, model, before, Follow(kept, self._clock().unix_ns, by), kept.words, by
             )
@@ -95,7 +95,7 @@ class Following:
         async with self._models.releasing(consumer.model):
             before, model = consumer.follows, self._models.model(consumer.model)
             self._check_order(consumer, other)
-            every = await _kept(model)
+            every = await kept_of(model)
             kept = [each for each in every if _is_past(each, model)]
             if version:
                 first, why = find_kept(every, model.name, version), "as requested"
@@ -194,7 +194,7 @@ class Following:
             return
         self._looked[name] = now
         async with self._models.releasing(model.name):
-            kept = [each for each in await _kept(model) if _is_past(each, model)]
+            kept = [each for each in await kept_of(model) if _is_past(each, model)]
             lines, objection = await self._lines(distance), self._objection(distance)
             if follows is None or consumer.follows is not follows or (objection and objection.in_force):
                 return
@@ -279,10 +279,6 @@ async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         await look()
-
-
-async def _kept(model: Model) -> list[KeptVersion]:
-    return await asyncio.to_thread(model.checkpoints.kept)
 
 
 def _is_past(kept: KeptVersion, model: Model) -> bool:

@@ -1,6 +1,5 @@
 """`deltasync fsck`: reads all stored data and reports damage with its consequences. Repairs nothing."""
 
-import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from pathlib import Path
 from deltasync.base.errors import Damaged, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.kept_version import KEPT
@@ -70,12 +70,12 @@ async def check_service(
         checked = Checked(model=name)
         await _check_memory(checked, model, views.of_model(model))
         consumers = [each.name for each in registry.of_model(name)]
-        await asyncio.to_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
+        await in_own_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
         results.append(checked)
     consumers = list(registry.consumers)
     other = Checked(unknown=unknown_files(data_dir))
     for log in models.storage.logs.each():
-        await asyncio.to_thread(_check_others, other, log, names, consumers)
+        await in_own_thread(_check_others, other, log, names, consumers)
     problems = sum(len(each.problems) for each in [*results, other])
     events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in the stored data", by=by)
     return [*results, other]

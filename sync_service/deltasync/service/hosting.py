@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, Owner, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import listed
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
@@ -84,7 +85,7 @@ class Hosting:
         """
         self._owned.add(model)
         log = self._open[model] = await asyncio.to_thread(self._logs.open, model, owner)
-        recorded = await asyncio.to_thread(self._recorded, log)
+        recorded = await in_own_thread(self._recorded, log)
         self._registry.have(await asyncio.to_thread(recorded_consumers, log), log)
         if record := recorded.get(model):
             self._models.recovering[model] = record

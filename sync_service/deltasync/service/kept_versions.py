@@ -1,7 +1,7 @@
 """Keeps versions of models, by request and by schedule."""
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 from deltasync.base.clock import Moment
 from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import listed
 from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
-from deltasync.checkpoints.manifest import File, Manifest
+from deltasync.checkpoints.manifest import Manifest
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
@@ -50,15 +51,14 @@ class Versions:
         self._watched = WeakKeyDictionary[Model, float]()  # Seconds for which services have watched each model.
         self._schedules = WeakKeyDictionary[Model, _Schedule]()
         self._unread = WeakKeyDictionary[Model, Moment]()  # When to try again to list the versions of a model.
-        self._listed = WeakKeyDictionary[Model, Sequence[KeptVersion]]()
-        self._changes = 0  # A listing that was read during a change may lack it.
 
     def listed(self) -> Mapping[str, Sequence[KeptVersion]]:
         """The kept versions of each model, oldest first, without reading them.
 
         A model is missing until `run` has read them once.
         """
-        return {name: self._listed[model] for name, model in self._models.items() if model in self._listed}
+        known = {name: model.checkpoints.known_kept for name, model in self._models.items()}
+        return {name: kept for name, kept in known.items() if kept is not None}
 
     async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
         """Keep the newest version of a model. When this returns, it is durable, also at the service's URL.
@@ -97,20 +97,21 @@ class Versions:
             by=by,
             watched_seconds=self._watched[model],
         )
-        await asyncio.to_thread(model.checkpoints.keep, kept, manifest)
-        self._note(model, [*_without(kept, self._listed.get(model, ())), kept])
+        await in_own_thread(model.checkpoints.keep, kept, manifest)
         self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model.name, version=kept.version, by=by)
         return kept
 
-    async def kept(self, model: str) -> list[tuple[KeptVersion, int]]:
+    async def kept(self, model: str) -> list[tuple[KeptVersion, int | None]]:
         """The kept versions of a model, oldest first, each with the bytes of the files that nothing else needs.
+
+        These bytes are None for a version whose checkpoint cannot be read.
 
         Raises:
             NotFound: there is no such model.
             StorageFailed: the checkpoints cannot be read at present.
         """
         serving = self._models.model(model)
-        return await asyncio.to_thread(_lines, serving)
+        return [(each, serving.checkpoints.own_bytes(each)) for each in await kept_of(serving)]
 
     async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
         """Stop keeping a version. The next checkpoint removes its files.
@@ -121,7 +122,7 @@ class Versions:
             StorageFailed: the checkpoints could not be read or written.
         """
         serving = self._models.model(model)
-        kept = find_kept(await self._kept(serving), model, reference)
+        kept = find_kept(await kept_of(serving), model, reference)
         await self._release(serving, kept, by)
         return kept
 
@@ -132,14 +133,21 @@ class Versions:
                     f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "
                     "another version first (deltasync consumers follow)"
                 )
-            await asyncio.to_thread(model.checkpoints.release, kept)
-            self._note(model, _without(kept, self._listed.get(model, ())))
+            model.checkpoints.hide(kept)
+        await in_own_thread(model.checkpoints.release, kept)
         self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
 
     def followers(self, kept: KeptVersion) -> list[str]:
         """The names of the consumers that follow a kept version, or may go back to it."""
-        consumers = self._registry.of_model(kept.model)
-        return sorted(each.name for each in consumers if each.follows and kept.id in each.follows.ids)
+        return self.followers_of(kept.model).get(kept.id, [])
+
+    def followers_of(self, model: str) -> Mapping[str, list[str]]:
+        """The same for all kept versions of a model, by the ids of their checkpoints."""
+        names = defaultdict[str, list[str]](list)
+        for consumer in self._registry.of_model(model):
+            for each in sorted(consumer.follows.ids) if consumer.follows else ():
+                names[each].append(consumer.name)
+        return {id: sorted(some) for id, some in names.items()}  # noqa: A001
 
     async def run(self) -> None:
         """List the kept versions of each model once, and keep and release by schedule, until cancelled."""
@@ -154,7 +162,7 @@ class Versions:
         self._looked = now
         for model in list(self._models.values()):
             self._watched[model] = self._watched.get(model, 0.0) + seen_seconds
-            unread = model not in self._listed and now.after_ns(self._unread.get(model, now)) >= 0
+            unread = model.checkpoints.known_kept is None and now.after_ns(self._unread.get(model, now)) >= 0
             if unread:
                 self._unread[model] = now.plus(_READ_AGAIN_SECONDS)
                 await self._read(model)
@@ -210,25 +218,22 @@ class Versions:
         followed = {each.distance.after for each in consumers if each.distance}
         return [each for each in consumers if each.name in followed and each.connected and not each.follows]
 
-    async def _kept(self, model: Model) -> list[KeptVersion]:
-        changes = self._changes
-        kept = await asyncio.to_thread(model.checkpoints.kept)
-        if changes == self._changes:
-            self._listed[model] = kept
+    async def _kept(self, model: Model) -> Sequence[KeptVersion]:
+        kept = await kept_of(model)
         # After a start, the time goes on from when a version was last kept.
         seconds = max((each.watched_seconds for each in kept), default=0.0)
         self._watched[model] = max(seconds, self._watched.get(model, 0.0))
         return kept
 
-    def _note(self, model: Model, listed: Sequence[KeptVersion]) -> None:
-        """Record a change of the kept versions."""
-        self._changes += 1
-        if model in self._listed:
-            self._listed[model] = listed
 
+async def kept_of(model: Model) -> Sequence[KeptVersion]:
+    """The kept versions of a model, oldest first: from memory, unless they have not been read yet.
 
-def _without(kept: KeptVersion, versions: Sequence[KeptVersion]) -> list[KeptVersion]:
-    return [each for each in versions if each.id != kept.id]
+    Raises:
+        StorageFailed: they have not been read yet, and cannot be read at present.
+    """
+    known = model.checkpoints.known_kept
+    return known if known is not None else await in_own_thread(model.checkpoints.kept)
 
 
 @dataclass
@@ -262,12 +267,3 @@ def outdated(
 
     beyond = scheduled[: max(0, len(scheduled) - options.keep_last)]
     return [each for each in beyond if age(each) >= seconds]
-
-
-def _lines(model: Model) -> list[tuple[KeptVersion, int]]:
-    store, kept = model.checkpoints, model.checkpoints.kept()
-    files = {each.id: set(store.manifest_of(each.id).files) for each in kept}
-    newest = set(model.checkpointed.files) if model.checkpointed else set[File]()
-    uses = Counter(file for some in files.values() for file in some)
-    own = {id: sum(file.bytes for file in some - newest if uses[file] == 1) for id, some in files.items()}  # noqa: A001
-    return [(each, own[each.id]) for each in kept]

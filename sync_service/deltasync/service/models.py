@@ -15,6 +15,7 @@ from deltasync.base.errors import (
     StorageFailed,
 )
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import Signal
 from deltasync.base.words import listed
 from deltasync.checkpoints.file_storage import Place
@@ -33,7 +34,7 @@ from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.log.log_store import Logs
 from deltasync.log.records import reading
 from deltasync.model.model import Model
-from deltasync.model.model_store import finish_removal, remove_records
+from deltasync.model.model_store import removal_noted, remove_model, remove_records
 from deltasync.service.options import ServiceOptions
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
@@ -46,18 +47,21 @@ class Storage:
         logs: the durable logs.
         shared: whether other processes share these logs.
         place: the checkpoints in the data directory.
+        remote: the copies of checkpoints; None if there are none.
+        deadline_seconds: longest time to wait for one answer of the place of a copy or a backup.
     """
 
     def __init__(self, options: ServiceOptions, logs: Logs, *, shared: bool) -> None:
         self.logs, self.shared = logs, shared
-        self.place = Place(str(options.data_dir / CHECKPOINTS))
-        self._remote = Place(options.checkpoints) if options.checkpoints else None
+        self.place = Place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
+        url, self.deadline_seconds = options.checkpoints, options.storage_seconds
+        self.remote = Place(url, deadline_seconds=options.storage_seconds) if url else None
         self._memory = TableMemory(options.table_memory)
         self._release_memory_bytes = options.release_memory_bytes
 
     def checkpoints_of(self, model: str) -> CheckpointStore:
         """The checkpoints of a model."""
-        return CheckpointStore(model, self.place, self._remote)
+        return CheckpointStore(model, self.place, self.remote)
 
     def model(self, name: str) -> Model:
         """Create a model without reading its log."""
@@ -81,6 +85,7 @@ class Models(Mapping[str, Model]):
         stuck: why models in `recovering` wait for their trainer or an operator, by name.
         reloading: why models are being reloaded, and why that fails, by name.
         added: wakes tasks that wait for a model.
+        removals: removals of models' data under way, by name. They do not hold `changing`.
         changing: locked while models, or consumers with their views, are created and removed.
     """
 
@@ -102,6 +107,7 @@ class Models(Mapping[str, Model]):
         self.recovery_failures, self.reloading = dict[str, str](), dict[str, str]()
         self.stuck = dict[str, str]()
         self.added, self.changing = Signal(), asyncio.Lock()
+        self.removals = dict[str, asyncio.Task[None]]()
         self._releasing = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._models = dict[str, Model]()
         self._ending = set[Model]()  # Models whose tables still take memory.
@@ -313,7 +319,6 @@ class Publishing:
         self._limits = limits
         self._events = events
         self._norm_limit = norm_limit
-        self._removals = dict[str, asyncio.Task[None]]()
 
     def coordinator(self, model: Model) -> CutCoordinator:
         """Create the coordinator of a model's ranks."""
@@ -337,19 +342,24 @@ class Publishing:
         models = self._models
         while True:
             # Wait without the lock: the removal waits for a cut that needs the lock to add the model.
-            while removal := self._removals.get(name):
+            while removal := models.removals.get(name):
                 await asyncio.wait([removal])
             await models.owners.claim(name)
             if name not in models.opened:  # Only its trainer has the rows that a recovered model lacks.
                 models.check_recovered(name)
             async with models.changing:
-                if name in self._removals:
+                if name in models.removals:
                     continue
-                if name not in models:
-                    return await self._open(name)
-                # Repeated on every open: after a failure, replicas would get the tables without their policy.
-                await models.make_views(models[name])
-            return ranks_of(models, name)
+                if name in models:
+                    # Repeated on every open: after a failure, replicas would get the tables without their policy.
+                    await models.make_views(models[name])
+                    return ranks_of(models, name)
+                if name in models.opened or not await asyncio.to_thread(
+                    removal_noted, models.storage.logs.of(name), name
+                ):
+                    return self._open(name)
+                removal = models.removals[name] = asyncio.create_task(self._finish_removal(name))
+            await asyncio.shield(removal)
 
     def leave(self, coordinator: CutCoordinator) -> None:
         """Record that a stream of a model has ended."""
@@ -383,14 +393,20 @@ class Publishing:
 
     async def removed(self) -> None:
         """Wait until abandoned models are removed."""
-        await asyncio.gather(*self._removals.values())
+        await asyncio.gather(*self._models.removals.values(), return_exceptions=True)
 
-    async def _open(self, name: str) -> CutCoordinator:
+    async def _finish_removal(self, name: str) -> None:
+        storage = self._models.storage
+        try:
+            await in_own_thread(remove_model, storage.logs.of(name), name, storage.checkpoints_of(name))
+        finally:
+            del self._models.removals[name]
+
+    def _open(self, name: str) -> CutCoordinator:
         models = self._models
         if name not in models.opened:
             self._limits.check_more("models")
             model = models.storage.model(name)
-            await asyncio.to_thread(finish_removal, model.log, name, model.checkpoints)
             coordinator = models.opened[name] = self.coordinator(model)
             coordinator.whenever_sealed = partial(self._publish, coordinator)
         models.opened[name].streams += 1
@@ -429,7 +445,7 @@ class Publishing:
             return
         del opened[name]
         if coordinator.model.store.written:
-            self._removals[name] = asyncio.create_task(self._remove(coordinator))
+            self._models.removals[name] = asyncio.create_task(self._remove(coordinator))
 
     async def _remove(self, coordinator: CutCoordinator) -> None:
         """Remove what an abandoned cut has written.
@@ -447,7 +463,7 @@ class Publishing:
             text = "an abandoned cut could not be removed; the next start removes it"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
         finally:
-            del self._removals[model.name]
+            del self._models.removals[model.name]
 
 
 def _lacking(model: Model) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
+from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import first_of
 from deltasync.base.words import counted, listed
 from deltasync.consumers.consumer import Consumer, Replica, VerificationResult
@@ -19,6 +20,7 @@ from deltasync.core.comparison import ComparisonStatus
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
+from deltasync.model.model import Model
 from deltasync.model.model_store import note_removal, remove_model, remove_records
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
@@ -134,8 +136,15 @@ class Removals:
             await asyncio.wrap_future(note_removal(model.log, name))
             self._events.emit(EventKind.MODEL_DELETED, model=name, by=by)
             await models.end(model)
-            await asyncio.to_thread(remove_model, model.log, name, model.checkpoints)
+            removal = models.removals[name] = asyncio.create_task(self._remove(model))
+        await removal  # Without the lock, because object storage may not answer.
         await models.owners.forget(name)
+
+    async def _remove(self, model: Model) -> None:
+        try:
+            await in_own_thread(remove_model, model.log, model.name, model.checkpoints)
+        finally:
+            del self._models.removals[model.name]
 
     async def _give_up_model(self, name: str, by: str) -> None:
         models = self._models

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.access.limits import LimitOptions
+from deltasync.checkpoints.file_storage import DEADLINE_SECONDS
 from deltasync.cuts.norm_guard import NormLimit
 
 _CHECKPOINT_BYTES = 256 << 20
@@ -17,6 +18,7 @@ class ServiceOptions:
         data_dir: folder of all data of the service; created if missing.
         log_max_bytes: maximum size of the log file.
         checkpoints: URL of a folder or of object storage that gets a copy of every checkpoint; None = no copies.
+        storage_seconds: longest time to wait for one answer of the folder or object storage that gets copies.
         checkpoint_seconds: longest time between checkpoints of a model that changes.
         checkpoint_bytes: write a checkpoint of a model once its newer rows take this many bytes of the log; None
             = 256 MiB, or a quarter of `log_max_bytes` if that is less.
@@ -39,6 +41,7 @@ class ServiceOptions:
     data_dir: Path
     log_max_bytes: int = 64 << 30
     checkpoints: str | None = None
+    storage_seconds: float = DEADLINE_SECONDS
     checkpoint_seconds: float = 600.0
     checkpoint_bytes: int | None = None
     keep_checkpoints: int = 3

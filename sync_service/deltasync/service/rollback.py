@@ -8,6 +8,7 @@ import numpy as np
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.kept_version import KeptVersion, find_kept
 from deltasync.checkpoints.manifest import TableKey
@@ -23,6 +24,7 @@ from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.session import Opening, PublishSession, open_session
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
+from deltasync.service.kept_versions import kept_of
 from deltasync.service.models import Models, ranks_of
 from deltasync.v1 import publish_pb2
 from deltasync.views.kept_tables import load_kept
@@ -64,9 +66,9 @@ async def roll_back(
         ServiceUnavailable: the model is still recovering, or leaves this process.
     """
     model, coordinator = models.model(name), ranks_of(models, name)
-    kept = find_kept(await asyncio.to_thread(model.checkpoints.kept), name, version)
+    kept = find_kept(await kept_of(model), name, version)
     check_past(kept, model.seals)
-    tables = await asyncio.to_thread(load_kept, model, kept.id, Policy())
+    tables = await in_own_thread(load_kept, model, kept.id, Policy())
     run = rollback_run_id(kept.version, accept_any=accept_any)
     # A cut that is being sealed cannot be cancelled, and only its end shows which run may publish.
     return await asyncio.shield(asyncio.create_task(_roll_back(model, coordinator, kept, tables, events, by, run)))

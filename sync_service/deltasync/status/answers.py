@@ -119,6 +119,9 @@ class Answers:
                 made_unix_ns={
                     name: each.checkpointed.made_unix_ns for name, each in models.items() if each.checkpointed
                 },
+                copied_versions={
+                    name: each.checkpoints.copied_version for name, each in models.items() if models.storage.remote
+                },
                 unsaved_bytes={name: each.bytes_since_checkpoint for name, each in models.items()},
                 failures=sources.checkpoints.failures,
                 probe=process.probe,

@@ -65,6 +65,8 @@ class ProcessFigures:
         alive: number of processes that are alive, including this one.
         unowned: number of models that no process owns.
         made_unix_ns: when the newest checkpoint of each model was completed, nanoseconds since 1970.
+        copied_versions: version of each model's newest checkpoint that is complete at the service's URL; empty
+            without a URL.
         unsaved_bytes: bytes of each model in the log that are not in its newest checkpoint.
         failures: number of failed attempts to write or copy a checkpoint.
         risks: number of accepted risks of losing acknowledged data.
@@ -75,6 +77,7 @@ class ProcessFigures:
     alive: int = 1
     unowned: int = 0
     made_unix_ns: Mapping[str, int] = field(default_factory=dict)
+    copied_versions: Mapping[str, int] = field(default_factory=dict)
     unsaved_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: int = 0
     risks: int = 0
@@ -525,6 +528,12 @@ def _process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             "Seconds since the model's newest checkpoint was completed.",
             ["model"],
             [([name], max(0, now_unix_ns - made) / 1e9) for name, made in sorted(figures.made_unix_ns.items())],
+        ),
+        _gauge(
+            "checkpoint_copied_version",
+            "Version of the model's newest checkpoint that is complete at the URL of --checkpoints; 0 if none is.",
+            ["model"],
+            [([name], version) for name, version in sorted(figures.copied_versions.items())],
         ),
         _gauge(
             "log_bytes_since_checkpoint",

@@ -378,6 +378,8 @@ def kept_overviews(versions: Versions, count: int, now_unix_ns: int) -> list[Kep
 
     Versions that a consumer follows come before others, then those with a name. In the event loop.
     """
+    listed = versions.listed()
+    followers = {model: versions.followers_of(model) for model in listed}
     lines = [
         KeptOverview(
             model=each.model,
@@ -385,9 +387,9 @@ def kept_overviews(versions: Versions, count: int, now_unix_ns: int) -> list[Kep
             name=each.name,
             seconds_ago=round(max(0, now_unix_ns - each.seal.sealed_unix_ns) / 1e9, 3),
             bytes=each.bytes,
-            followers=versions.followers(each),
+            followers=followers[each.model].get(each.id, []),
         )
-        for kept in versions.listed().values()
+        for kept in listed.values()
         for each in kept
     ]
     chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, line.seconds_ago))[:count]

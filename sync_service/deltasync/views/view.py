@@ -10,7 +10,7 @@ from typing import Any
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.threads import EVENT_LOOP, confined
+from deltasync.base.threads import EVENT_LOOP, confined, in_own_thread
 from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.consumers.follow import Follow, check_past
@@ -311,7 +311,7 @@ class View:
         check_past(follows.kept, self.model.seals)
         # Convert every row that replicas may hold first, so that they get only the difference.
         await self.prepare(policy, goes_on=goes_on)
-        kept = await asyncio.to_thread(load_kept, self.model, follows.kept.id, policy)
+        kept = await in_own_thread(load_kept, self.model, follows.kept.id, policy)
         if self.arrived(policy) or not goes_on():
             return
         plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])

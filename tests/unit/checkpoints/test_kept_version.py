@@ -1,15 +1,21 @@
 """Kept versions, in a local and a remote place."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.checkpointed import MODEL, Checkpointed
+from tests.support.controlled_storage import ControlledStorage
 from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
-from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept, kept_file, pack_kept
+from deltasync.checkpoints.manifest import File, Manifest, pack_manifest
+from deltasync.checkpoints.shared_files import SharedFiles
 from deltasync.checkpoints.store import CheckpointStore
 
 
@@ -89,7 +95,8 @@ def test_a_damaged_record_of_a_kept_version_is_named_by_a_check_and_keeps_its_ch
     path.write_bytes(path.read_bytes()[:-3] + b"xxx")
     second = world.write(store)
     store.keep(kept(second, "good"), second)
-    assert store.kept() == [kept(second, "good")], "it does not hide the others"
+    reopened = CheckpointStore(MODEL, Place(str(tmp_path / "here")))
+    assert reopened.kept() == [kept(second, "good")], "it does not hide the others"
     (problem,) = store.verify()
     assert path.name in problem
     assert "until you remove it" in problem
@@ -112,3 +119,52 @@ def test_a_kept_version_is_found_by_name_and_number(world: Checkpointed, referen
 def test_a_name_that_could_be_a_number_or_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput):
         check_kept_name(name)
+
+
+def cost_of_keeping(world: Checkpointed, storage: ControlledStorage, before: int) -> Counter[str]:
+    """Calls of storage to write, keep, list and release a version beside others, and to remove old checkpoints."""
+    place = Place(storage.url)
+    store = CheckpointStore(MODEL, place)
+    made = world.write(store)
+    for each in range(before):
+        other = replace(made, id=f"{each + 1:020d}-{each:08x}")
+        place.put(other.name, pack_manifest(other))
+        place.put(kept_file(MODEL, other.id), pack_kept(kept(other)))
+    assert len(CheckpointStore(MODEL, place).kept()) == len(store.kept()) == before
+    world.model.change("user", 0.5)
+    storage.calls.clear()
+    newest = world.write(store)
+    store.keep(kept(newest), newest)
+    assert len(store.kept()) == before + 1
+    assert store.own_bytes(store.kept()[-1]) == 0, "the newest checkpoint has the same files"
+    store.remove_old(2)
+    store.release(kept(newest))
+    assert len(store.kept()) == before
+    calls = Counter(storage.calls)
+    assert [each.id for each in store.kept()] == [each.id for each in CheckpointStore(MODEL, place).kept()]
+    return calls
+
+
+def test_a_version_costs_as_many_calls_beside_a_thousand_others(world: Checkpointed) -> None:
+    few, many = ControlledStorage("few"), ControlledStorage("many")
+    cheap = cost_of_keeping(world, few, 3)
+    world.newest = None
+    assert cost_of_keeping(world, many, 1000) == cheap
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sets(st.integers(0, 6))), max_size=30))
+def test_own_bytes_are_those_of_files_that_no_other_checkpoint_uses(changes: list[tuple[str, set[int]]]) -> None:
+    shared, expected = SharedFiles(), dict[str, set[int]]()
+    for id, numbers in changes:  # noqa: A001
+        if numbers:
+            shared.set(id, [File(str(each), 1 << each) for each in numbers])
+            expected[id] = numbers
+        else:
+            shared.remove(id)
+            expected.pop(id, None)
+        for each in "abcd":
+            others = set[int]().union(*(some for other, some in expected.items() if other != each))
+            own = sum(1 << number for number in expected[each] - others) if each in expected else None
+            assert shared.own_bytes(each) == own
+        used = set[int]().union(*expected.values())
+        assert {number for number in range(7) if shared.uses(str(number))} == used

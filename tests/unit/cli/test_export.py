@@ -223,3 +223,17 @@ def test_rows_and_tables_that_are_not_there(versions: Versions) -> None:
     code, _, err = versions.run("show", "clicks", "user", 3, "--version", "good")
     assert code == 1
     assert "version 1 of model 'clicks' has no table 'user'; tables: count, large, map.raw_ids, sparse.item" in err
+
+
+def test_a_table_with_the_name_of_the_metadata_is_refused(tmp_path: Path) -> None:
+    async def write() -> None:
+        async with opened(tmp_path / "data") as service:
+            await publish(service, tables=[TableSpec("__metadata__", 10, 4)])
+            await service.checkpoints.make("clicks")
+
+    asyncio.run(write())
+    file = tmp_path / "clicks.safetensors"
+    code, out, error = deltasync("export", "clicks", str(file), "--at", str(tmp_path / "data" / "checkpoints"))
+    assert (code, out) == (1, "")
+    assert "table '__metadata__': safetensors files have their metadata under this name" in error
+    assert not file.exists()

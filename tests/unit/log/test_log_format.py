@@ -22,15 +22,6 @@ def test_a_new_log_is_of_this_format() -> None:
     assert disk.small == {"data-format": b"%d" % FORMAT}
 
 
-def test_a_new_log_beside_checkpoints_is_missing_unless_processes_share_it(tmp_path: Path) -> None:
-    (tmp_path / "clicks").mkdir()
-    disk = MemoryDisk()
-    with pytest.raises(StorageFailed, match="has checkpoints, but the log beside it is missing"):
-        check_log(MemoryStore(disk, 1 << 20), tmp_path)
-    check_log(MemoryStore(disk, 1 << 20), None)
-    assert disk.small == {"data-format": b"%d" % FORMAT}
-
-
 @pytest.mark.parametrize("write", EARLIER)
 def test_a_log_of_an_earlier_version_is_refused_and_left_alone(
     write: Callable[[LogStore], object],

@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import publish, send, view_of
+from tests.support.local_service import publish, run, send, view_of
 from tests.support.log import log_of
 from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
@@ -203,7 +204,7 @@ async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
 
 @pytest.mark.parametrize("fault", ["gone", "slow"])
 @in_service(checkpoints=URL)
-async def test_a_follower_at_a_distance_stays_and_stops_nobody_else(
+async def test_a_follower_goes_on_and_back_without_storage(
     service: Service, storage: Storage, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await publish(service)
@@ -217,65 +218,36 @@ async def test_a_follower_at_a_distance_stays_and_stops_nobody_else(
     await change(session, 2)
     await service.versions.keep(MODEL, "two")
     await prove(service, "canary", 2)
-    async with going_on(service, monkeypatch), asyncio.timeout(10):
+    async with asyncio.timeout(10):
         with getattr(storage, fault)():
-            await until(storage.asked.is_set if fault == "slow" else lambda: consumer.waits)
-            if fault == "gone":
-                assert consumer.waits == f"it cannot look for a later version: {URL} cannot be reached"
-            request = asyncio.create_task(service.following.follow("canary", "one"))
-            await publish(service, model="other")
-            await service.consumers.create("another", "other", Policy())
-            await change(session, 3)
-            assert rows_of(service, "fleet") == one
-            await service.following.follow("another", LIVE)
-            assert not service.registry.get("canary").follows
-        await asyncio.wait([request])
-        assert isinstance(request.exception(), StorageFailed if fault == "gone" else type(None))
-        await until(lambda: consumer.follows and consumer.follows.kept.version == 2)
-        await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
-        with getattr(storage, fault)():
-            await service.following.object("canary", "its AUC fell")
-            await until(lambda: consumer.follows and consumer.follows.kept.version == 1)
-            await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
-            assert rows_of(service, "fleet") == one
+            async with going_on(service, monkeypatch):
+                await until(lambda: consumer.follows and consumer.follows.kept.version == 2)
+                await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
+                await service.following.follow("canary", "one")
+                await publish(service, model="other")
+                await service.consumers.create("another", "other", Policy())
+                await change(session, 3)
+                await service.following.object("canary", "its AUC fell")
+                await until(lambda: consumer.follows and consumer.follows.kept.version == 1)
+                await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
+                assert rows_of(service, "fleet") == one
 
 
-@in_service(checkpoints=URL)
-async def test_an_objection_counts_while_storage_is_read(
-    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await publish(service)
-    for name in ("canary", "fleet"):
-        await service.consumers.create(name, MODEL, Policy())
-    await service.versions.keep(MODEL, "one")
-    await service.following.follow_consumer("fleet", Distance("canary", 0.0), "one")
-    await change(session, 2)
-    await service.versions.keep(MODEL, "two")
-    await prove(service, "canary", 2)
-    consumer = service.registry.get("fleet")
-    async with going_on(service, monkeypatch), asyncio.timeout(10):
+def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(storage: Storage, tmp_path: Path) -> None:
+    async def keep_one(service: Service) -> None:
+        await publish(service)
+        await service.consumers.create("fleet", MODEL, Policy())
+        await service.versions.keep(MODEL, "one")
+        await service.following.follow("fleet", "one")
+
+    async def follow_after_a_restart(service: Service) -> None:
         with storage.slow():
+            earlier = asyncio.create_task(service.following.follow("fleet", "one"))
             await until(storage.asked.is_set)
-            await service.following.object("canary", "its AUC fell")
-        for _ in range(20):
-            await service.versions.kept(MODEL)
-        await until(lambda: "stays, because" in consumer.waits)
-    assert consumer.follows
-    assert consumer.follows.kept.version == 1
+            await service.following.follow("fleet", LIVE)
+        with pytest.raises(Contradiction, match="was changed while the service read the kept versions: try again"):
+            await earlier
+        assert service.registry.get("fleet").follows is None
 
-
-@in_service(checkpoints=URL)
-async def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(
-    service: Service, storage: Storage
-) -> None:
-    await publish(service)
-    await service.consumers.create("fleet", MODEL, Policy())
-    await service.versions.keep(MODEL, "one")
-    await service.following.follow("fleet", "one")
-    with storage.slow():
-        earlier = asyncio.create_task(service.following.follow("fleet", "one"))
-        await until(storage.asked.is_set)
-        await service.following.follow("fleet", LIVE)
-    with pytest.raises(Contradiction, match="was changed while the service read the kept versions: try again"):
-        await earlier
-    assert service.registry.get("fleet").follows is None
+    for scenario in (keep_one, follow_after_a_restart):
+        run(tmp_path, scenario, checkpoints=URL)
