@@ -338,7 +338,7 @@ def test_too_little_memory_is_told_before_anything_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(
-            StorageFailed, match=r"no room for the tables, which need 100000 bytes there .*--shm-size"
+            StorageFailed, match=r"no room for the tables, which need 100000 bytes with both .*--shm-size"
         ):
             target.apply(release_of(2, 2.0, table=TableSpec(USER.name, 10_000, 1, np.dtype("<f4"))))
     assert SharedReader("m", directory=folder).lookup(USER.name, np.arange(ROWS))[0].max() == 1.0

@@ -184,7 +184,7 @@ def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_lef
         memory = opened(tmp_path)
         larger = TableSpec(WIDE.name, 2 * WIDE.rows, WIDE.dim)
         first = replace(release_of(1, resync=True, table=larger), rows=[], more=True)
-        with pytest.raises(StorageFailed, match=r"tables, which need 4256000 bytes there with .*--shm-size"):
+        with pytest.raises(StorageFailed, match=r"tables, which need 4256000 bytes with both .*--shm-size"):
             memory.apply(first)
         assert files(tmp_path) == 0
         memory.apply(release_of(1, resync=True))
