@@ -17,7 +17,7 @@ FOLDER = Path(layout.__file__).parent
 EXAMPLE = Path(__file__).parents[2] / "sync_service/examples/predictor.cpp"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
 OK, NO_MIRROR, FOREIGN, LAYOUT, SYSTEM, NO_RELEASE, NO_TABLE, ROW_BYTES, NEGATIVE, BUSY, TORN = range(11)
-READERS, PINNED, REMOVED = range(11, 14)
+READERS, PINNED, REMOVED, OWNER, LINK = range(11, 16)
 
 
 def compiled(made: Path, source: Path, *options: str, language: str = "c++", standard: str = "c++17") -> Path:

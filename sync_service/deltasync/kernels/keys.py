@@ -3,9 +3,9 @@
 Open addressing: a slot has a key and its place, `EMPTY` or `ERASED`. The number of slots is a power of two. A
 search goes in steps of 1, 2, 3 and so on, which reach every slot. Some slots are empty, where every search ends.
 
-An index is one array [n + 1, 2]: n slots, and then the salt, 128 random bits. A search starts where SipHash-1-3
-(Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012), keyed by the salt, puts the key. So nobody who does
-not know the salt can choose keys that collide.
+An index is one array [n + 1, 2]: n slots, and then the salt, 128 random bits. The salt is the key of SipHash-1-3
+(Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012), which gives the slot where a search starts.
+Nobody can choose keys that collide without knowing the salt.
 
 These kernels keep the GIL, because lookups are short and readers wait while keys are changed.
 """
@@ -53,7 +53,7 @@ def siphash(salt, key):  # type: ignore[no-untyped-def]
 
 @inlined
 def slot_of(index, key, slot):  # type: ignore[no-untyped-def]
-    """The slot of a key from its first one on, or a slot for it: the first erased one on the way, or an empty one."""
+    """The slot of a key, or a slot for it: the first erased one from its first slot on, or an empty one."""
     last, look = _U64(index.shape[0] - 2), _U64(0)
     slot = _U64(slot)
     free, found = slot, False

@@ -197,7 +197,7 @@ def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> 
     keys = generator.integers(-(2**63), 2**63 - 1, 5000)
     index.put(keys, np.arange(5000))
     index.remove(keys[::2])
-    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.slots.ctypes.data)
+    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.array.ctypes.data)
     assert [c.row_of(table, key) for key in keys.tolist()] == index.find(keys).tolist()
     table.rows = 100
     assert {c.row_of(table, key) for key in keys.tolist()} == {-1, *range(1, 100, 2)}
@@ -289,17 +289,17 @@ def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     control = path / layout.CONTROL
     content = control.read_bytes()
     for changed, code in (
-        (b"DELTASHM\x02", shared_c.LAYOUT),
-        (b"ELTASHMD\x01", shared_c.FOREIGN),
+        (b"DELTASHM\x09", shared_c.LAYOUT),
+        (b"ELTASHMD\x02", shared_c.FOREIGN),
     ):
         control.write_bytes(changed + content[len(changed) :])
         assert attached() == code
     for shorter in (b"", content[:100], content[:-1]):
         control.write_bytes(shorter)
         assert attached() == shared_c.FOREIGN
-    texts = [functions.deltasync_text(code).decode() for code in range(-1, 15)]
+    texts = [functions.deltasync_text(code).decode() for code in range(-1, 17)]
     assert texts[0] == texts[-1] == "unknown code"
-    assert len(set(texts)) == 15
+    assert len(set(texts)) == 17
 
 
 def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, fold
             assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
         assert c.is_alive()
     assert not c.is_alive()
-    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was removed")
+    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was moved or removed")
     c.detach()
 
 

@@ -410,7 +410,9 @@ def test_a_closed_target_writes_nothing(folder: Path) -> None:
 
 
 def test_readers_cannot_keep_a_mirror_from_starting(folder: Path) -> None:
-    SharedTarget("m", CONSUMER, directory=folder).close()
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.close()
     path = layout.folder_of("m", folder)
     fds = [os.open(each, os.O_RDONLY) for each in (path, path / layout.CONTROL, path / layout.READERS)]
     for fd in fds:

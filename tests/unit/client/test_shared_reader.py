@@ -67,12 +67,12 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(
     assert reader.is_removed
     target = mirror(folder)
     target.apply(release_of(99, USER, ITEM, resync=True))
-    with pytest.raises(ServiceUnavailable, match="was removed: attach again"):
+    with pytest.raises(ServiceUnavailable, match="was moved or removed: attach again"):
         reader.lookup(ITEM.name, IDS)
-    with pytest.raises(ServiceUnavailable, match="was removed: attach again"), pinning.reading():
+    with pytest.raises(ServiceUnavailable, match="was moved or removed: attach again"), pinning.reading():
         pass
     assert reader.lookup(USER.name, IDS)[0].max() == 1.0, "what it has mapped stays"
-    assert "was removed" in reader.readiness.reason
+    assert "was moved or removed" in reader.readiness.reason
     again = attached(folder)
     assert not again.is_removed
     assert again.lookup(ITEM.name, IDS)[0].min() == 99.0
@@ -81,6 +81,7 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(
 
 def test_a_mirror_that_has_stopped_is_not_ready_whatever_else_its_header_says(folder: Path) -> None:
     target, reader = mirror(folder), attached(folder)
+    target.apply(release_of(1))
     target.note_readiness(Decision(True, "it has caught up"))
     assert reader.readiness.yes
     target.close()
@@ -207,7 +208,9 @@ def test_a_missing_or_short_file_is_an_error_that_names_it(folder: Path, size: i
 
 @pytest.mark.parametrize("content", [b"", b"short"])
 def test_a_short_control_file_is_not_of_a_mirror(folder: Path, content: bytes) -> None:
-    mirror(folder).close()
+    target = mirror(folder)
+    target.apply(release_of(1))
+    target.close()
     (layout.folder_of("m", folder) / layout.CONTROL).write_bytes(content)
     with pytest.raises(InvalidInput, match="is not of a mirror"):
         attached(folder)

@@ -128,7 +128,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
 
         Raises:
             Contradiction: the memory has another model, or the target is closed.
-            StorageFailed: there is no room for its tables, or the folder was moved or removed; nothing was written.
+            StorageFailed: there is no room for its tables, or its folder is gone; nothing was written.
         """
         self._memory.check_open()
         self._memory.check_in_place()
@@ -146,7 +146,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             self._remove_unused()
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Read rows; see `LocalTarget`. A subscriber verifies rows all the time, so it also notices a lost folder.
+        """Read rows; see `LocalTarget`. Subscribers verify rows all the time, and so notice a lost folder.
 
         Raises:
             StorageFailed: the folder was moved or removed.
@@ -190,8 +190,9 @@ def _storage_failed(folder: Path, needed: int, error: OSError | NoTableMemory) -
         return StorageFailed(f"{folder} cannot be used: {with_remedy(error)}")
     total = shutil.disk_usage(folder.parent).total
     return StorageFailed(
-        f"{folder} has no room for {tables}; its file system has {counted(total, 'byte')}: give the container more "
-        "shared memory (docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another directory"
+        f"{folder} has no room for {tables}; its file system has {counted(total, 'byte')}: give the container "
+        "more shared memory (docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another "
+        "directory"
     )
 
 
@@ -390,8 +391,8 @@ class _Memory:
     def damaged(self, name: str, error: Exception) -> InvalidInput:
         """The error for a file that is missing or damaged."""
         return InvalidInput(
-            f"{self.folder / name} is missing or damaged ({error}): remove the folder, and the mirror starts with a "
-            "full copy"
+            f"{self.folder / name} is missing or damaged ({error}): remove the folder, and the mirror starts with "
+            "a full copy"
         )
 
     def remove_all_but(self, numbers: set[int]) -> None:

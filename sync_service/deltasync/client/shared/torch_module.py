@@ -32,10 +32,10 @@ from deltasync.core.rows import Values
 
 
 class SharedModule:
-    """A module on the CPU whose tables are those of a `SharedReading`. Several threads may call it at the same time.
+    """A module on the CPU whose tables are those of a `SharedReading`. Several threads may call it at once.
 
-    It takes over the structure of the module, and calls copies of it with tensors over the shared memory. Each call
-    has a copy of its own. The memory of the module is free once nothing else refers to the module.
+    It takes over the structure of the module, and calls copies of it with tensors over the shared memory. Each
+    call has a copy of its own. The memory of the module is free once nothing else refers to the module.
     """
 
     def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
