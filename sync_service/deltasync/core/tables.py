@@ -105,6 +105,11 @@ class TableSpec:
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= MAX_NAME:
             raise InvalidInput(f"table name {self.name!r}: use 1 to {MAX_NAME} characters")
+        for each in (*self.names, self.of):
+            if "\0" in each or any("\ud800" <= letter <= "\udfff" for letter in each):
+                raise InvalidInput(
+                    f"table name {each!r}: it has a NUL character, or a lone surrogate, half of a character"
+                )
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         self._check_values()

@@ -69,11 +69,11 @@ def inode_of_control(folder: int) -> int:
     return os.stat(layout.CONTROL, dir_fd=folder, follow_symlinks=False).st_ino
 
 
-def is_in_place(path: Path, folder: int, control: int) -> bool:
-    """Whether an open folder still has its path, and the inode of its file `control`."""
+def is_in_place(path: Path, folder: int, control: int | None = None) -> bool:
+    """Whether an open folder still has its path and, unless it is None, the inode of its file `control`."""
     try:
-        found = os.stat(path, follow_symlinks=False)
-        return os.path.samestat(found, os.fstat(folder)) and inode_of_control(folder) == control
+        is_there = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
+        return is_there and (control is None or control == inode_of_control(folder))
     except (FileNotFoundError, NotADirectoryError):
         return False
 

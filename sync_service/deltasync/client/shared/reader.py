@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable
@@ -62,11 +63,11 @@ class SharedReader:
 
         Raises:
             NotFound: there is no mirror of that name.
-            InvalidInput: the folder is a link or belongs to another user, or the files are not of a mirror or have
-                another layout.
+            InvalidInput: the name is not valid; the folder is a link, belongs to another user, or is not that of a
+                mirror; or it has another layout.
             ServiceUnavailable: the files may not be read.
         """
-        self.name = name
+        self.name = check_name("mirror", name)
         path = layout.folder_of(name, Path(directory))
         try:
             self._folder = Folder(path, os.geteuid() if owner is None else owner)

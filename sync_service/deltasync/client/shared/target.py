@@ -83,7 +83,8 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             Contradiction: another process writes it.
             StorageFailed: the files cannot be created or read.
         """
-        check_name("name", name)
+        check_name("mirror", name)
+        check_name("consumer", consumer)
         if readable_by not in _MODES:
             raise InvalidInput(f"readable_by: {readable_by!r}, expected one of {', '.join(_MODES)}")
         folder, needed = layout.folder_of(name, Path(directory)), layout.CONTROL_BYTES + layout.READERS_BYTES
@@ -285,8 +286,9 @@ class _Memory:
             for each in _FILES | arrays:
                 with suppress(FileNotFoundError):
                     os.unlink(each, dir_fd=self._fd)
-            with suppress(OSError):  # It has other files, or was removed.
-                self.folder.rmdir()
+            with suppress(OSError):  # It may have other files.
+                if is_in_place(self.folder, self._fd):
+                    self.folder.rmdir()
         self.unlock()
 
     def _make(self, name: str, size: int, mode: int, content: bytes = b"") -> None:
@@ -328,6 +330,8 @@ class _Memory:
             raise Contradiction(f"the target of {self.folder} is closed: make another one")
 
     def check_model(self, model: str) -> None:
+        if model:
+            check_name("model", model)
         known = self.header["model"][0].decode(errors="replace")
         if known and known != model:
             raise Contradiction(
