@@ -67,9 +67,13 @@ def library(folder: Path) -> Any:
 class CReader:
     """A reader in C of a mirror's folder."""
 
-    def __init__(self, functions: Any, path: Path | str) -> None:
+    def __init__(self, functions: Any, path: Path | str, owner: int | None = None) -> None:
         self.functions, self._reader = functions, ctypes.c_void_p()
-        self.attached = functions.deltasync_attach(ctypes.byref(self._reader), str(path).encode())
+        arguments = ctypes.byref(self._reader), str(path).encode()
+        if owner is None:
+            self.attached = functions.deltasync_attach(*arguments)
+        else:
+            self.attached = functions.deltasync_attach_to(*arguments, ctypes.c_uint32(owner))
 
     def newest(self) -> tuple[int, Version]:
         version = Version()

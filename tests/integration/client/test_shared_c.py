@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -251,6 +252,49 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(functions: Any, fo
         header(folder)["ready"] = 1
         assert again.ready()[0]
         assert not c.ready()[0]
+
+
+def test_a_moved_folder_counts_as_removed(functions: Any, folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    with mirror(folder) as target:
+        target.apply(release_of(1, USER, ITEM))
+        c = CReader(functions, path)
+        assert c.rows(USER.name, IDS, 8)[0] == shared_c.OK
+        path.rename(folder / "elsewhere")
+        assert c.is_removed()
+        assert c.rows(ITEM.name, IDS, 8)[0] == shared_c.REMOVED
+        c.detach()
+
+
+def test_a_folder_of_another_user_is_read_only_if_the_user_is_named(functions: Any, folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to give a folder away")
+    path, nobody = layout.folder_of("m", folder), 65534
+    with mirror(folder) as target:
+        target.apply(release_of(1))
+    os.chown(path, nobody, -1)
+    assert CReader(functions, path).attached == CReader(functions, path, 12345).attached == shared_c.OWNER
+    c = CReader(functions, path, nobody)
+    assert c.newest()[1].version == 1
+    c.detach()
+
+
+def test_links_are_not_followed(functions: Any, folder: Path) -> None:
+    path, link = layout.folder_of("m", folder), folder / "deltasync-link"
+    with mirror(folder) as target:
+        target.apply(release_of(1))
+        link.symlink_to(path)
+        assert CReader(functions, link).attached == CReader(functions, f"{link}/").attached == shared_c.LINK
+        for name in (layout.READERS, *(each.name for each in path.glob("[0-9a-f]"))):
+            (path / name).rename(folder / name)
+            (path / name).symlink_to(folder / name)
+        c = CReader(functions, path)
+        assert c.find(USER.name)[0] == c.pin() == shared_c.SYSTEM
+        assert ctypes.get_errno() == errno.ELOOP
+        c.detach()
+        (path / layout.CONTROL).rename(folder / layout.CONTROL)
+        (path / layout.CONTROL).symlink_to(folder / layout.CONTROL)
+        assert CReader(functions, path).attached == shared_c.SYSTEM
 
 
 def test_a_forked_process_releases_no_pin_of_its_parent(functions: Any, folder: Path) -> None:

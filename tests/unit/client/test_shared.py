@@ -548,7 +548,7 @@ def test_a_damaged_control_file_is_an_error_that_names_it(data: st.DataObject) -
         control = np.memmap(layout.folder_of("m", Path(name)) / layout.CONTROL, np.uint8, "r+")
         tables = layout.side_offset(0) + layout.SIDE.itemsize
         where = st.one_of(
-            st.integers(72, layout.HEADER_BYTES - 1),
+            st.integers(64, layout.HEADER_BYTES - 1),
             st.integers(layout.side_offset(0) + 8, tables - 1),
             st.integers(tables, tables + len(TABLES) * layout.TABLE.itemsize),
         )
