@@ -101,7 +101,8 @@ def looks_of(keys: Ids) -> NDArray[np.int64]:
     at = (np.arange(len(slots)) * (np.arange(len(slots)) + 1) // 2) % len(slots)
     looks = np.empty(len(slots), np.int64)
     looks[at] = np.arange(len(slots)) + 1
-    return looks[(taken - first) % len(slots)]
+    found: NDArray[np.int64] = looks[(taken - first) % len(slots)]
+    return found
 
 
 def test_nobody_can_choose_keys_that_collide() -> None:

@@ -554,10 +554,11 @@ def test_a_damaged_control_file_is_an_error_that_names_it(data: st.DataObject) -
         )
         for _ in range(data.draw(st.integers(1, 4))):
             control[data.draw(where)] = data.draw(st.integers(0, 255))
-        for use in (read_all, lambda: SharedTarget("m", CONSUMER, directory=name).close()):
+        for use in (read_all, lambda name: SharedTarget("m", CONSUMER, directory=name).close()):
             with suppress(StorageFailed, InvalidInput, ServiceUnavailable, NotFound, Contradiction):
-                use(name) if use is read_all else use()  # type: ignore[call-arg,operator]
+                use(name)
         del control
+        gc.collect()  # Each mirror has dozens of descriptors.
 
 
 def read_all(directory: str) -> None:

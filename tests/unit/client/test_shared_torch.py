@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.shared_memory import header
 from tests.support.shared_memory import release_of as values_of
+from tests.support.waiting import wait_for
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -125,32 +126,34 @@ IDS = torch.tensor([0, 2])
 def test_threads_that_call_a_module_at_the_same_time_each_get_their_own_version(folder: Path) -> None:
     target, reader = mirrored(folder)
     target.apply(pair_of(1))
-    inside, others_done, found = threading.Event(), threading.Event(), dict[str, set[float]]()
+    names = ("first", "same side", "other side")
+    inside, goes_on = ({name: threading.Event() for name in names} for _ in range(2))
+    found = dict[str, set[float]]()
 
-    def wait_in_first_call() -> None:
-        if threading.current_thread().name == "first":
-            inside.set()
-            assert others_done.wait(30)
+    def wait() -> None:
+        name = threading.current_thread().name
+        inside[name].set()
+        assert goes_on[name].wait(30)
 
-    shared = SharedModule(Pair(wait_in_first_call))
+    shared = SharedModule(Pair(wait))
 
-    def call(name: str) -> None:
+    def call() -> None:
         with reader.reading() as now, torch.inference_mode():
-            found[name] = shared(now, IDS)
+            found[threading.current_thread().name] = shared(now, IDS)
 
-    first = threading.Thread(target=call, args=("first",), name="first")
-    first.start()
-    assert inside.wait(30)
-    call("the same side")
-    applying = threading.Thread(target=target.apply, args=(pair_of(2),))  # It waits for the first call in the end.
-    applying.start()
-    while reader.version().version != 2:
-        applying.join(0.001)
-    call("the other side")
-    others_done.set()
-    first.join(30)
+    applying = threading.Thread(target=target.apply, args=(pair_of(2),))  # It waits for the calls before it ends.
+    calls = {name: threading.Thread(target=call, name=name) for name in names}
+    for name, each in calls.items():
+        if name == "other side":
+            applying.start()
+            wait_for(lambda: reader.version().version == 2)
+        each.start()
+        assert inside[name].wait(30)
+    for name, each in calls.items():
+        goes_on[name].set()
+        each.join(30)
     applying.join(30)
-    assert found == {"first": {1.0}, "the same side": {1.0}, "the other side": {2.0}}
+    assert found == {"first": {1.0}, "same side": {1.0}, "other side": {2.0}}
     target.close()
 
 

@@ -162,8 +162,8 @@ def spec_of(described: Any) -> TableSpec:
         if (slots := int(described["index_slots"])) & (slots - 1):
             raise ValueError(f"table {name!r} has an index of {slots} slots")
         if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
-            encoded = {"value_type": value_type, "table_dim": int(described["table_dim"])}
-            return ReplicaSpec(name, rows, dim, dtype, **encoded)
+            table_dim = int(described["table_dim"])
+            return ReplicaSpec(name, rows, dim, dtype, value_type=value_type, table_dim=table_dim)
         return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
     except (TypeError, ValueError) as error:
         raise ValueError(f"its description of a table is damaged: {error}") from error

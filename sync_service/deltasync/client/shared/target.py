@@ -210,7 +210,7 @@ class _Memory:
         self._folder_mode, self._readers_mode, self._mode = _MODES[readable_by]
         self._huge_pages = huge_pages
         self._longest_pin_seconds = longest_pin_seconds
-        self._unlock: Callable[[], object] | None = None
+        self._unlock: weakref.finalize[..., Any] | None = None
         self._closed = threading.Event()
         self._state = threading.Lock()
         # Entries and process ids of readers for which the mirror has waited long enough.

@@ -169,8 +169,8 @@ class _Structure:
         binding, of_table = bind(self.module, list(specs.values())), tensors(reading)
         known, memory = _tensors(self.module), dict[int, torch.Tensor]()
         in_tbes = defaultdict[int, dict[int, Values]](dict)
-        for (tbe, index), rows in self._own.items():
-            in_tbes[tbe][index] = rows
+        for (owner, index), rows in self._own.items():
+            in_tbes[owner][index] = rows
         problems: list[DeltasyncError | str] = [
             error
             for name, error in binding.problems.items()
