@@ -17,7 +17,7 @@ FOLDER = Path(layout.__file__).parent
 EXAMPLE = Path(__file__).parents[2] / "sync_service/examples/predictor.cpp"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
 OK, NO_MIRROR, FOREIGN, LAYOUT, SYSTEM, NO_RELEASE, NO_TABLE, ROW_BYTES, NEGATIVE, BUSY, TORN = range(11)
-READERS, PINNED, REMOVED = range(11, 14)
+READERS, PINNED, REMOVED, OWNER, LINK = range(11, 16)
 
 
 def compiled(made: Path, source: Path, *options: str, language: str = "c++", standard: str = "c++17") -> Path:
@@ -67,9 +67,13 @@ def library(folder: Path) -> Any:
 class CReader:
     """A reader in C of a mirror's folder."""
 
-    def __init__(self, functions: Any, path: Path | str) -> None:
+    def __init__(self, functions: Any, path: Path | str, owner: int | None = None) -> None:
         self.functions, self._reader = functions, ctypes.c_void_p()
-        self.attached = functions.deltasync_attach(ctypes.byref(self._reader), str(path).encode())
+        arguments = ctypes.byref(self._reader), str(path).encode()
+        if owner is None:
+            self.attached = functions.deltasync_attach(*arguments)
+        else:
+            self.attached = functions.deltasync_attach_to(*arguments, ctypes.c_uint32(owner))
 
     def newest(self) -> tuple[int, Version]:
         version = Version()

@@ -30,6 +30,12 @@ def in_tmpfs(folder: Path, options: str, work: Callable[[], None]) -> None:
     assert code == 0
 
 
+def mount(folder: Path, at: Path) -> None:
+    """Show a folder in another place, for a process of `in_tmpfs` only."""
+    bind = 4096  # MS_BIND of <sys/mount.h>.
+    assert not ctypes.CDLL(None).mount(str(folder).encode(), str(at).encode(), None, bind, None)
+
+
 def forked(work: Callable[[], None]) -> int | None:
     """Run a function in a forked process; returns its exit code, 1 after an exception."""
 

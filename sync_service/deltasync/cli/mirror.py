@@ -62,7 +62,7 @@ def mirror(
     It is one replica, until Ctrl-C or SIGTERM. Other processes read the memory with
     deltasync.client.SharedReader(NAME), or in C with deltasync_shared.h. The memory has two sides, so it takes
     twice the tables. After the command has ended, readers go on with the last version; started again, it continues
-    from there. To free the memory, remove the folder deltasync-NAME in --directory, and end its readers.
+    from there. To free the memory, stop it, remove the folder deltasync-NAME in --directory, and end its readers.
     """
     raise_descriptor_limit()  # The memory of each array has a descriptor.
     target = SharedTarget(
@@ -73,23 +73,23 @@ def mirror(
         huge_pages=huge_pages,
         longest_pin_seconds=longest_pin,
     )
-    before = target.newest()
-    options = SubscriberOptions(
-        service=service,
-        consumer=consumer,
-        replica=replica or f"{socket.gethostname()}-{name}",
-        held=before.position,
-        checkpoints=checkpoints,
-    )
-    found = f", which has version {before.version}" if before.version else ""
-    say(f"mirror {name} of consumer {consumer} in {directory}{found}", err=True)
-    subscriber = Subscriber(options, target)
-    try:
-        with contextlib.suppress(KeyboardInterrupt), goodbye_on_sigterm():
+    with contextlib.closing(target):
+        before = target.newest()
+        options = SubscriberOptions(
+            service=service,
+            consumer=consumer,
+            replica=replica or f"{socket.gethostname()}-{name}",
+            held=before.position,
+            checkpoints=checkpoints,
+        )
+        found = f", which has version {before.version}" if before.version else ""
+        say(f"mirror {name} of consumer {consumer} in {directory}{found}", err=True)
+        with (
+            contextlib.closing(Subscriber(options, target)) as subscriber,
+            contextlib.suppress(KeyboardInterrupt),
+            goodbye_on_sigterm(),
+        ):
             while True:
                 target.note_readiness(subscriber.readiness)
                 subscriber.check()
                 time.sleep(_LOOK_SECONDS)
-    finally:
-        subscriber.close()
-        target.close()

@@ -107,10 +107,11 @@ class TableSpec:
             object.__setattr__(self, "dtype", self._dtype())
         if not 1 <= len(self.name) <= MAX_NAME:
             raise InvalidInput(f"table name {self.name!r}: use 1 to {MAX_NAME} characters")
-        if not all(map(is_text, self.names)):
-            raise InvalidInput(
-                f"table name {self.name!r}: a lone surrogate, half of a character, is in it or an alias"
-            )
+        for each in (*self.names, self.of):
+            if "\0" in each or not is_text(each):
+                raise InvalidInput(
+                    f"table name {each!r}: it has a NUL character, or a lone surrogate, half of a character"
+                )
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         self._check_values()

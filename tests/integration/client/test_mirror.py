@@ -1,6 +1,7 @@
 """`deltasync mirror` fills shared memory from a real service, and other processes read it."""
 
 import resource
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -113,6 +114,29 @@ def test_a_mirror_that_is_stopped_says_goodbye_and_one_that_cannot_go_on_says_wh
         assert (version, values.tobytes()) == (1, trainer.expected()[ITEM.name])
         with pytest.raises(DeltasyncError, match="no table 'nothing'"):
             reader.lookup("nothing", np.arange(1))
+
+
+def test_a_mirror_that_fails_before_its_first_version_leaves_no_folder(tmp_path: Path, folder: Path) -> None:
+    with RunningService(tmp_path / "data") as service:
+        command = [*COMMAND, "mirror", "m", "--consumer", "none", "--directory", str(folder)]
+        done = subprocess.run([*command, "--service", service.grpc], text=True, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1
+    assert "no consumer 'none'" in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_a_mirror_whose_folder_is_removed_ends_with_an_error_also_without_a_release(
+    tmp_path: Path, folder: Path
+) -> None:
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with killed(started(service, folder)) as process:
+            wait_for_lag(service, "predictors", lambda lag: lag["state"] == "in sync")
+            shutil.rmtree(folder / "deltasync-m")
+            error = process.communicate(timeout=60)[1]
+            assert "deltasync-m was moved or removed while its mirror runs: start the mirror again" in error
+            assert process.returncode == 1
+        wait_for_lag(service, "predictors", lambda lag: lag["state"] != "in sync")
 
 
 def test_a_mirror_starts_with_another_model_in_its_memory_and_refuses_to_go_on(

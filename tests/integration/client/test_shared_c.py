@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -197,7 +198,7 @@ def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> 
     keys = generator.integers(-(2**63), 2**63 - 1, 5000)
     index.put(keys, np.arange(5000))
     index.remove(keys[::2])
-    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.slots.ctypes.data)
+    table = shared_c.Table(rows=5000, slot_count=len(index.slots), slots=index.array.ctypes.data)
     assert [c.row_of(table, key) for key in keys.tolist()] == index.find(keys).tolist()
     table.rows = 100
     assert {c.row_of(table, key) for key in keys.tolist()} == {-1, *range(1, 100, 2)}
@@ -253,6 +254,49 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(functions: Any, fo
         assert not c.ready()[0]
 
 
+def test_a_moved_folder_counts_as_removed(functions: Any, folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    with mirror(folder) as target:
+        target.apply(release_of(1, USER, ITEM))
+        c = CReader(functions, path)
+        assert c.rows(USER.name, IDS, 8)[0] == shared_c.OK
+        path.rename(folder / "elsewhere")
+        assert c.is_removed()
+        assert c.rows(ITEM.name, IDS, 8)[0] == shared_c.REMOVED
+        c.detach()
+
+
+def test_a_folder_of_another_user_is_read_only_if_the_user_is_named(functions: Any, folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to give a folder away")
+    path, nobody = layout.folder_of("m", folder), 65534
+    with mirror(folder) as target:
+        target.apply(release_of(1))
+    os.chown(path, nobody, -1)
+    assert CReader(functions, path).attached == CReader(functions, path, 12345).attached == shared_c.OWNER
+    c = CReader(functions, path, nobody)
+    assert c.newest()[1].version == 1
+    c.detach()
+
+
+def test_links_are_not_followed(functions: Any, folder: Path) -> None:
+    path, link = layout.folder_of("m", folder), folder / "deltasync-link"
+    with mirror(folder) as target:
+        target.apply(release_of(1))
+        link.symlink_to(path)
+        assert CReader(functions, link).attached == CReader(functions, f"{link}/").attached == shared_c.LINK
+        for name in (layout.READERS, *(each.name for each in path.glob("[0-9a-f]"))):
+            (path / name).rename(folder / name)
+            (path / name).symlink_to(folder / name)
+        c = CReader(functions, path)
+        assert c.find(USER.name)[0] == c.pin() == shared_c.SYSTEM
+        assert ctypes.get_errno() == errno.ELOOP
+        c.detach()
+        (path / layout.CONTROL).rename(folder / layout.CONTROL)
+        (path / layout.CONTROL).symlink_to(folder / layout.CONTROL)
+        assert CReader(functions, path).attached == shared_c.SYSTEM
+
+
 def test_a_forked_process_releases_no_pin_of_its_parent(functions: Any, folder: Path) -> None:
     with mirror(folder) as target:
         target.apply(release_of(1))
@@ -289,17 +333,17 @@ def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     control = path / layout.CONTROL
     content = control.read_bytes()
     for changed, code in (
-        (b"DELTASHM\x02", shared_c.LAYOUT),
-        (b"ELTASHMD\x01", shared_c.FOREIGN),
+        (b"DELTASHM\x09", shared_c.LAYOUT),
+        (b"ELTASHMD\x02", shared_c.FOREIGN),
     ):
         control.write_bytes(changed + content[len(changed) :])
         assert attached() == code
     for shorter in (b"", content[:100], content[:-1]):
         control.write_bytes(shorter)
         assert attached() == shared_c.FOREIGN
-    texts = [functions.deltasync_text(code).decode() for code in range(-1, 15)]
+    texts = [functions.deltasync_text(code).decode() for code in range(-1, 17)]
     assert texts[0] == texts[-1] == "unknown code"
-    assert len(set(texts)) == 15
+    assert len(set(texts)) == 17
 
 
 def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
@@ -310,7 +354,7 @@ def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, fold
             assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
         assert c.is_alive()
     assert not c.is_alive()
-    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was removed")
+    assert c.ready() == (False, "its mirror has stopped or hangs, or its folder was moved or removed")
     c.detach()
 
 

@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -6,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from numpy.typing import NDArray
 from tests.support.examples import stateful
 
 from deltasync.base.errors import InvalidInput
@@ -81,17 +85,59 @@ TestTable = Table.TestCase
 def test_keys_of_any_pattern_are_found_after_few_looks(step: int, negative: bool) -> None:
     count = 20_000
     keys = (np.arange(count, dtype=np.int64) * np.int64(step)) * (-1 if negative else 1)
-    index = KeyIndex()
-    index.put(keys, np.arange(count))
-    assert np.array_equal(index.find(keys), np.arange(count))
+    assert looks_of(keys).sum() < 2 * count
+
+
+def looks_of(keys: Ids) -> NDArray[np.int64]:
+    """The number of slots at which a search for each key looks, in an index of the keys."""
+    index, places = KeyIndex(), np.arange(len(keys))
+    index.put(keys, places)
+    assert np.array_equal(index.find(keys), places)
     slots = index.slots
     taken = np.flatnonzero(slots[:, 1] >= 0)
-    apart = (taken - key_kernels.first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
-    looks = np.zeros(len(slots), np.int64)
-    for look in range(1000, 0, -1):
-        looks[look * (look - 1) // 2 % len(slots)] = look
-    assert looks[apart].all()
-    assert looks[apart].sum() < 2 * count
+    first = np.empty(len(taken), np.int64)
+    key_kernels.first_slots(index.array, slots[taken, 0].copy(), first)
+    # A search goes in steps of 1, 2, 3 and so on.
+    at = (np.arange(len(slots)) * (np.arange(len(slots)) + 1) // 2) % len(slots)
+    looks = np.empty(len(slots), np.int64)
+    looks[at] = np.arange(len(slots)) + 1
+    found: NDArray[np.int64] = looks[(taken - first) % len(slots)]
+    return found
+
+
+def test_nobody_can_choose_keys_that_collide() -> None:
+    count = 3000
+    mixed = np.arange(count, dtype=np.uint64) + np.uint64(7 << 32)  # They share the bits that choose a slot.
+    for factor in (0xD6E8FEB86659FD93, 0x9E3779B97F4A7C15):  # Inverts a mix without a salt.
+        mixed = mixed * np.uint64(pow(factor, -1, 1 << 64))
+        mixed = mixed ^ (mixed >> np.uint64(32))
+    assert looks_of(mixed.astype(np.int64)).sum() < 2 * count
+
+
+def test_each_index_has_its_own_order_and_keeps_it() -> None:
+    keys = np.arange(1000, dtype=np.int64)
+    indices = [KeyIndex(keys=1000), KeyIndex(keys=1000)]
+    for index in indices:
+        index.put(keys, keys)
+    assert not np.array_equal(indices[0].slots, indices[1].slots)
+    again = KeyIndex.of(indices[0].array.copy(), np.zeros)
+    assert np.array_equal(again.find(keys), keys)
+
+
+def test_keys_are_hashed_by_siphash() -> None:
+    if sys.hash_info.algorithm != "siphash13":
+        pytest.skip("needs a Python that hashes bytes by SipHash-1-3")
+    keys, slots = np.arange(-50, 50, dtype=np.int64) * 0x123456789ABCDEF, np.empty(100, np.int64)
+    program = "import sys; print(*(hash(sys.stdin.buffer.read(8)) & 0xFFFF for _ in range(100)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=keys.tobytes(),
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "0"},  # A salt of zeros.
+    )
+    key_kernels.first_slots(np.zeros((0x10000 + 1, 2), np.int64), keys, slots)
+    assert slots.tolist() == list(map(int, done.stdout.split()))
 
 
 def test_erased_keys_take_no_memory_for_long() -> None:
@@ -147,7 +193,7 @@ def test_keys_that_are_no_array_are_an_error(keys: Any) -> None:
 
 
 def test_nothing_is_compiled_by_who_looks_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
+    for each in (key_kernels.first_slots, key_kernels.find, key_kernels.put, key_kernels.remove):
         monkeypatch.setattr(each, "_compiled", None)
     index = KeyIndex()
     monkeypatch.setattr(Kernel, "compile", lambda kernel: pytest.fail(f"compiles {kernel.__name__}"))

@@ -4,10 +4,12 @@ import fcntl
 import gc
 import os
 import resource
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -338,7 +340,7 @@ def test_too_little_memory_is_told_before_anything_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(
-            StorageFailed, match=r"no room for the tables, which need 100000 bytes there .*--shm-size"
+            StorageFailed, match=r"no room for the tables, which need 100000 bytes with both .*--shm-size"
         ):
             target.apply(release_of(2, 2.0, table=TableSpec(USER.name, 10_000, 1, np.dtype("<f4"))))
     assert SharedReader("m", directory=folder).lookup(USER.name, np.arange(ROWS))[0].max() == 1.0
@@ -410,7 +412,9 @@ def test_a_closed_target_writes_nothing(folder: Path) -> None:
 
 
 def test_readers_cannot_keep_a_mirror_from_starting(folder: Path) -> None:
-    SharedTarget("m", CONSUMER, directory=folder).close()
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.close()
     path = layout.folder_of("m", folder)
     fds = [os.open(each, os.O_RDONLY) for each in (path, path / layout.CONTROL, path / layout.READERS)]
     for fd in fds:
@@ -471,6 +475,104 @@ def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
         SharedTarget("m", CONSUMER, directory=folder)
 
 
+def move(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def replace_files(path: Path) -> None:
+    for each in path.iterdir():
+        each.unlink()
+    (path / layout.CONTROL).touch()
+
+
+@pytest.mark.parametrize("lose", [move, remove, replace_files])
+def test_a_mirror_notices_that_its_folder_was_moved_or_removed(folder: Path, lose: Callable[[Path], None]) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    assert target.read(USER, np.arange(1)) is not None
+    lose(layout.folder_of("m", folder))
+    with pytest.raises(StorageFailed, match="was moved or removed while its mirror runs: start the mirror"):
+        target.apply(release_of(2, 2.0))
+    with pytest.raises(StorageFailed, match="was moved or removed"):
+        target.read(USER, np.arange(1))
+    target.close()
+
+
+def test_a_folder_without_a_version_ends_with_its_mirror(folder: Path) -> None:
+    path = layout.folder_of("m", folder)
+    SharedTarget("m", CONSUMER, directory=folder).close()
+    assert not path.exists()
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    with pytest.raises(Contradiction, match="another process writes"):
+        SharedTarget("m", CONSUMER, directory=folder)
+    assert path.exists()
+    (path / "notes.txt").write_text("mine")
+    target.close()
+    assert [each.name for each in path.iterdir()] == ["notes.txt"]
+    (path / "notes.txt").unlink()
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.close()
+    assert SharedReader("m", directory=folder).version().version == 1
+    move(path)
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    remove(path)
+    path.mkdir()
+    target.close()
+    assert path.exists(), "another folder with the same name is not its own"
+
+
+@pytest.mark.parametrize("name", ["u\0", "a/b", ""])
+def test_names_that_nobody_else_accepts_are_refused(folder: Path, name: str) -> None:
+    with pytest.raises(InvalidInput, match="mirror name"):
+        SharedTarget(name, CONSUMER, directory=folder)
+    with pytest.raises(InvalidInput, match="mirror name"):
+        SharedReader(name, directory=folder)
+    with pytest.raises(InvalidInput, match="consumer name"):
+        SharedTarget("m", name, directory=folder)
+    assert list(folder.iterdir()) == []
+
+
+@given(st.data())
+def test_a_damaged_control_file_is_an_error_that_names_it(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        target = SharedTarget("m", CONSUMER, directory=name)
+        model = KeyedModel()
+        model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
+        target.apply(model.release(0, resync=True))
+        target.close()
+        control = np.memmap(layout.folder_of("m", Path(name)) / layout.CONTROL, np.uint8, "r+")
+        tables = layout.side_offset(0) + layout.SIDE.itemsize
+        where = st.one_of(
+            st.integers(64, layout.HEADER_BYTES - 1),
+            st.integers(layout.side_offset(0) + 8, tables - 1),
+            st.integers(tables, tables + len(TABLES) * layout.TABLE.itemsize),
+        )
+        for _ in range(data.draw(st.integers(1, 4))):
+            control[data.draw(where)] = data.draw(st.integers(0, 255))
+        for use in (read_all, lambda name: SharedTarget("m", CONSUMER, directory=name).close()):
+            with suppress(StorageFailed, InvalidInput, ServiceUnavailable, NotFound, Contradiction):
+                use(name)
+        del control
+        gc.collect()  # Each mirror has dozens of descriptors.
+
+
+def read_all(directory: str) -> None:
+    """Use everything that a reader offers."""
+    reader = SharedReader("m", directory=directory)
+    assert isinstance(reader.model, str)
+    assert isinstance(reader.readiness.yes, bool)
+    reader.version()
+    for table in TABLES:
+        reader.lookup_keys(table.name, np.arange(ROWS))
+    with reader.reading() as now:
+        assert len(now.specs) == len(now.tables)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"short"])
 def test_a_damaged_folder_is_refused_each_time(folder: Path, content: bytes | None) -> None:
     target = SharedTarget("m", CONSUMER, directory=folder)
@@ -494,10 +596,21 @@ def test_an_array_has_one_descriptor_and_too_few_are_told_as_such(folder: Path) 
         used = set(map(int, os.listdir("/proc/self/fd")))
         free = [number for number in range(3, 5000) if number not in used]
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], free[100]))
-        with pytest.raises(StorageFailed, match="cannot be used: Too many open files"):
+        with pytest.raises(StorageFailed, match=r"cannot be used: Too many open files: allow more \(ulimit -n\)"):
             target.apply(release)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], free[100]))
         target.apply(release)
+        reader = SharedReader("m", directory=folder)
+        used = set(map(int, os.listdir("/proc/self/fd")))
+        full = next(number for number in range(3, 5000) if number not in used)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (full, free[100]))
+        for use in (
+            lambda: reader.lookup("table 3", np.arange(1)),
+            lambda: reader.reading().__enter__(),
+            lambda: SharedReader("m", directory=folder),
+        ):
+            with pytest.raises((StorageFailed, ServiceUnavailable), match=r"Too many open files: allow more"):
+                use()
 
     assert forked(work) == 0
 

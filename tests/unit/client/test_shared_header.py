@@ -37,10 +37,10 @@ def test_asserted_sizes_and_offsets(name: str) -> None:
 
 
 def test_raw_ids_have_the_same_hash() -> None:
-    constants = [re.findall(r"\* (?:_U64\()?0x([0-9A-F]{16})", text) for text in (HEADER, getsource(key_kernels))]
+    constants = [set(re.findall(r"0x([0-9A-F]{16})", text)) for text in (HEADER, getsource(key_kernels))]
     assert constants[0] == constants[1]
-    assert len(constants[0]) == 2
+    assert len(constants[0]) == 4
 
 
 def test_it_is_short() -> None:
-    assert len(HEADER.splitlines()) < 400
+    assert len(HEADER.splitlines()) < 430

@@ -1,6 +1,8 @@
 """Readers of shared memory while its mirror, its files and their own process change."""
 
+import copy
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -52,7 +54,11 @@ def remove_files(path: Path) -> None:
         each.unlink()
 
 
-@pytest.mark.parametrize("remove", [remove_folder, remove_files])
+def move_folder(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("remove", [remove_folder, remove_files, move_folder])
 def test_no_reader_reads_another_mirror_that_replaces_its_own(
     folder: Path, remove: Callable[[Path], None]
 ) -> None:
@@ -67,20 +73,67 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(
     assert reader.is_removed
     target = mirror(folder)
     target.apply(release_of(99, USER, ITEM, resync=True))
-    with pytest.raises(ServiceUnavailable, match="was removed: attach again"):
+    with pytest.raises(ServiceUnavailable, match="was moved or removed: attach again"):
         reader.lookup(ITEM.name, IDS)
-    with pytest.raises(ServiceUnavailable, match="was removed: attach again"), pinning.reading():
+    with pytest.raises(ServiceUnavailable, match="was moved or removed: attach again"), pinning.reading():
         pass
     assert reader.lookup(USER.name, IDS)[0].max() == 1.0, "what it has mapped stays"
-    assert "was removed" in reader.readiness.reason
+    assert "was moved or removed" in reader.readiness.reason
     again = attached(folder)
     assert not again.is_removed
     assert again.lookup(ITEM.name, IDS)[0].min() == 99.0
     target.close()
 
 
+def test_a_folder_of_another_user_is_read_only_if_the_user_is_named(folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to give a folder away")
+    target, path = mirror(folder), layout.folder_of("m", folder)
+    target.apply(release_of(1))
+    target.close()
+    os.chown(path, NOBODY, -1)
+    for owner in (None, os.geteuid(), NOBODY - 1):
+        with pytest.raises(InvalidInput, match=rf"belongs to user {NOBODY}, .* pass owner={NOBODY}"):
+            SharedReader("m", directory=folder, owner=owner)
+    assert SharedReader("m", directory=folder, owner=NOBODY).version().version == 1
+
+
+def test_links_are_not_followed(folder: Path) -> None:
+    target, path = mirror(folder), layout.folder_of("m", folder)
+    target.apply(release_of(1))
+    folder.joinpath("deltasync-link").symlink_to(path)
+    with pytest.raises(InvalidInput, match="is a link: name the folder to which it leads"):
+        SharedReader("link", directory=folder)
+    for name in (layout.READERS, *(each.name for each in path.glob("[0-9a-f]"))):
+        (path / name).rename(folder / name)
+        (path / name).symlink_to(folder / name)
+    reader = attached(folder)
+    with pytest.raises(StorageFailed, match=r"cannot be used: Too many levels of symbolic links"):
+        reader.lookup(USER.name, IDS)
+    with (
+        pytest.raises(StorageFailed, match=r"readers cannot be used: Too many levels of symbolic links"),
+        reader.reading(),
+    ):
+        pass
+    (path / layout.CONTROL).rename(folder / layout.CONTROL)
+    (path / layout.CONTROL).symlink_to(folder / layout.CONTROL)
+    with pytest.raises(ServiceUnavailable, match="cannot be read: Too many levels of symbolic links"):
+        attached(folder)
+    target.close()
+
+
+def test_a_reader_cannot_be_pickled(folder: Path) -> None:
+    target = mirror(folder)
+    reader = attached(folder)
+    for use in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or sent .* make one there, SharedReader\('m'\)"):
+            use(reader)
+    target.close()
+
+
 def test_a_mirror_that_has_stopped_is_not_ready_whatever_else_its_header_says(folder: Path) -> None:
     target, reader = mirror(folder), attached(folder)
+    target.apply(release_of(1))
     target.note_readiness(Decision(True, "it has caught up"))
     assert reader.readiness.yes
     target.close()
@@ -207,7 +260,9 @@ def test_a_missing_or_short_file_is_an_error_that_names_it(folder: Path, size: i
 
 @pytest.mark.parametrize("content", [b"", b"short"])
 def test_a_short_control_file_is_not_of_a_mirror(folder: Path, content: bytes) -> None:
-    mirror(folder).close()
+    target = mirror(folder)
+    target.apply(release_of(1))
+    target.close()
     (layout.folder_of("m", folder) / layout.CONTROL).write_bytes(content)
     with pytest.raises(InvalidInput, match="is not of a mirror"):
         attached(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.small_memory import forked, in_tmpfs
+from tests.support.small_memory import forked, in_tmpfs, mount
 
 from deltasync.base.errors import StorageFailed
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
@@ -184,7 +184,7 @@ def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_lef
         memory = opened(tmp_path)
         larger = TableSpec(WIDE.name, 2 * WIDE.rows, WIDE.dim)
         first = replace(release_of(1, resync=True, table=larger), rows=[], more=True)
-        with pytest.raises(StorageFailed, match=r"tables, which need 4256000 bytes there with .*--shm-size"):
+        with pytest.raises(StorageFailed, match=r"tables, which need 4256000 bytes with both .*--shm-size"):
             memory.apply(first)
         assert files(tmp_path) == 0
         memory.apply(release_of(1, resync=True))
@@ -195,6 +195,47 @@ def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_lef
         assert check(SharedReader("m", directory=tmp_path)) == 2
 
     in_tmpfs(tmp_path, f"size={TWO_SIDES}", work)
+
+
+def test_too_little_memory_in_the_control_group_is_an_error_before_the_system_kills_the_mirror(
+    tmp_path: Path,
+) -> None:
+    groups = tmp_path / "groups"
+    groups.mkdir()
+    (tmp_path / "other").mkdir()
+
+    def work() -> None:
+        for folder in (groups, groups / "memory"):
+            folder.mkdir(exist_ok=True)
+            for limit, used in (
+                ("memory.max", "memory.current"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ):
+                (folder / limit).write_text(f"{64 << 20}\n")
+                (folder / used).write_text(f"{40 << 20}\n")
+        mount(groups, Path("/sys/fs/cgroup"))
+        larger = replace(WIDE, rows=100_000)
+        memory = opened(tmp_path)
+        with pytest.raises(
+            StorageFailed, match=r"no memory for the tables, which need \d+ .* has 67108864 bytes: raise"
+        ):
+            memory.apply(release_of(1, resync=True, table=larger))
+        assert files(tmp_path) == 0
+        memory.apply(release_of(1, resync=True))
+        with pytest.raises(StorageFailed, match="no memory"):
+            memory.apply(release_of(2, table=larger))
+        assert check(SharedReader("m", directory=tmp_path)) == 1
+
+    in_tmpfs(tmp_path / "other", "size=1m", work)
+
+
+def test_a_mirror_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    def work() -> None:
+        with pytest.raises(StorageFailed, match="no room"):
+            opened(tmp_path)
+        assert not layout.folder_of("m", tmp_path).exists()
+
+    in_tmpfs(tmp_path, f"size={CONTROL_BYTES // 2}", work)
 
 
 def test_huge_pages_are_used_where_the_file_system_has_them(tmp_path: Path) -> None:

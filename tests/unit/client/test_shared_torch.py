@@ -1,15 +1,22 @@
 """Torch modules serve from shared memory without a copy."""
 
+import copy
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.support.shared_memory import header
+from tests.support.shared_memory import release_of as values_of
+from tests.support.waiting import wait_for
+from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from deltasync.base.errors import Contradiction
+from deltasync.base.decision import Decision
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget, TableKind, TableSpec
 from deltasync.client.shared.torch_module import SharedModule, tensors
 
@@ -59,10 +66,12 @@ def release_of(model: Model, number: int) -> Release:
 
 def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
     trained, serving = Model(), Model()
-    serving.over.weight = trained.over.weight
+    with torch.no_grad():
+        serving.over.weight.copy_(trained.over.weight)
     target, reader = filled(folder, trained), SharedReader("m", directory=folder)
-    shared, seen = SharedModule(serving), list[int]()
+    seen = list[int]()
     serving.register_forward_hook(lambda module, *_: seen.append(module.over.bias.data_ptr()))
+    shared = SharedModule(serving, leave_out=["over.weight"])
     features = KeyedJaggedTensor(["f"], torch.tensor([0, 3, 4, 4]), lengths=torch.tensor([2, 0, 2]))
     for number in (2, 2, 3, 4):  # Number 2 comes twice: a repair has the position of the release that it repairs.
         with torch.no_grad():
@@ -70,7 +79,6 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
         target.apply(release_of(trained, number))
         with reader.reading() as now, torch.inference_mode():
             assert torch.equal(shared(now, features), trained(features))
-            assert shared.names == {"over.bias", "sparse.embedding_bags.user.weight"}
             assert seen[-1] == now.tables[BIAS.name].ctypes.data, "nothing was copied"
             assert tensors(now)[USER.name].data_ptr() == now.tables[USER.name].ctypes.data
     target.close()
@@ -83,4 +91,156 @@ def test_a_module_of_another_type_needs_a_copy(folder: Path) -> None:
         pytest.raises(Contradiction, match=r"has type torch.float32, and the module needs a copy of it"),
     ):
         SharedModule(Model(torch.float64))(now)
+    target.close()
+
+
+FIRST, SECOND = (TableSpec(f"{name}.weight", 3, 2, kind=TableKind.PARAMETER) for name in ("first", "second"))
+
+
+class Pair(nn.Module):
+    """Looks rows up in two tables, and calls a function in between."""
+
+    def __init__(self, between: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(3, 2), nn.Embedding(3, 2)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.between = between
+
+    def forward(self, ids: torch.Tensor) -> set[float]:
+        before = self.first(ids).flatten().tolist()
+        self.between()
+        return {*before, *(self.second(ids) * self.scale).flatten().tolist()}
+
+
+def pair_of(version: int, *tables: TableSpec) -> Release:
+    return values_of(version, *(tables or (FIRST, SECOND)))
+
+
+def mirrored(folder: Path) -> tuple[SharedTarget, SharedReader]:
+    return SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+
+
+IDS = torch.tensor([0, 2])
+
+
+def test_threads_that_call_a_module_at_the_same_time_each_get_their_own_version(folder: Path) -> None:
+    target, reader = mirrored(folder)
+    target.apply(pair_of(1))
+    names = ("first", "same side", "other side")
+    inside, goes_on = ({name: threading.Event() for name in names} for _ in range(2))
+    found = dict[str, set[float]]()
+
+    def wait() -> None:
+        name = threading.current_thread().name
+        inside[name].set()
+        assert goes_on[name].wait(30)
+
+    shared = SharedModule(Pair(wait))
+
+    def call() -> None:
+        with reader.reading() as now, torch.inference_mode():
+            found[threading.current_thread().name] = shared(now, IDS)
+
+    applying = threading.Thread(target=target.apply, args=(pair_of(2),))  # It waits for the calls before it ends.
+    calls = {name: threading.Thread(target=call, name=name) for name in names}
+    for name, each in calls.items():
+        if name == "other side":
+            applying.start()
+            wait_for(lambda: reader.version().version == 2)
+        each.start()
+        assert inside[name].wait(30)
+    for name, each in calls.items():
+        goes_on[name].set()
+        each.join(30)
+    applying.join(30)
+    assert found == {"first": {1.0}, "same side": {1.0}, "other side": {2.0}}
+    target.close()
+
+
+def test_what_the_mirror_lacks_is_an_error_unless_it_is_left_out(folder: Path) -> None:
+    target, reader = mirrored(folder)
+    target.apply(pair_of(1))
+    module, shared = Pair(), SharedModule(Pair())
+    nn.init.constant_(module.second.weight, 7.0)
+    partial = SharedModule(module, leave_out=["second.*"])
+    with reader.reading() as now, torch.inference_mode():
+        assert shared(now, IDS) == {1.0}
+        assert partial(now, IDS) == {1.0, 7.0}, "what is left out keeps its values, although the mirror has them"
+    target.apply(pair_of(2, FIRST))
+    with reader.reading() as now, torch.inference_mode():
+        with pytest.raises(NotFound, match=r"the mirror has no table for second\.weight: .*leave_out"):
+            shared(now, IDS)
+        assert partial(now, IDS) == {2.0, 7.0}
+    with pytest.raises(InvalidInput, match=r"expected a list of patterns, \['second.\*'\]"):
+        SharedModule(module, leave_out="second.*")
+    target.close()
+
+
+def test_a_module_on_the_meta_device_takes_no_values_from_uninitialised_memory(folder: Path) -> None:
+    target, reader = mirrored(folder)
+    target.apply(pair_of(1))
+    with torch.device("meta"):
+        module = Pair()
+    with pytest.raises(Contradiction, match="scale is on the meta device"):
+        SharedModule(module)
+    module.scale = torch.ones(1)
+    with pytest.raises(Contradiction, match=r"second\.weight is on the meta device"):
+        SharedModule(module, leave_out=["second.*"])
+    with reader.reading() as now, torch.inference_mode():
+        assert SharedModule(module)(now, IDS) == {1.0}
+    target.close()
+
+
+def test_readiness_includes_whether_the_module_can_use_the_tables(folder: Path) -> None:
+    target, reader = mirrored(folder)
+    target.apply(pair_of(1))
+    shared = SharedModule(Pair())
+    assert shared.readiness(reader) == Decision(False, "its mirror has just started")
+    target.note_readiness(Decision(True, "it has caught up"))
+    assert shared.readiness(reader) == Decision(True, "it has caught up")
+    half = TableSpec(FIRST.name, FIRST.rows, FIRST.dim, np.dtype("<f2"), FIRST.kind)
+    target.apply(pair_of(2, half, SECOND))
+    assert reader.readiness.yes
+    assert not shared.readiness(reader).yes
+    assert "'first.weight' has type torch.float16, and the module needs a copy" in shared.readiness(reader).reason
+    target.apply(pair_of(3, SECOND))
+    assert "no table for first.weight" in shared.readiness(reader).reason
+    target.apply(pair_of(4))
+    assert shared.readiness(reader).yes
+    header(folder)["alive_ns"] = 0
+    assert shared.readiness(reader) == Decision(False, "its mirror has stopped")
+    target.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made", [lambda part: torch.jit.trace(part, IDS), torch.jit.script])
+def test_scripted_and_traced_modules_are_refused(made: Callable[[nn.Module], nn.Module]) -> None:
+    for module in (made(nn.Embedding(3, 2)), nn.Sequential(made(nn.Embedding(3, 2)))):
+        with pytest.raises(Contradiction, match="is scripted, traced or compiled ahead of time"):
+            SharedModule(module)
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    module = Pair()
+    module.lock = threading.Lock()
+    with pytest.raises(Contradiction, match=r"the module cannot be copied: TypeError: cannot pickle"):
+        SharedModule(module)
+
+
+def test_modules_of_many_kinds_answer_from_the_memory(folder: Path) -> None:
+    tied, recurrent = Pair(), nn.LSTM(2, 2)
+    tied.second.weight = tied.first.weight
+    target, reader = mirrored(folder)
+    tables = [TableSpec(FIRST.name, 3, 2, kind=TableKind.PARAMETER, aliases=(SECOND.name,))]
+    for name, each in recurrent.named_parameters():
+        rows, dim = each.shape if each.ndim == 2 else (1, len(each))
+        tables.append(TableSpec(name, rows, dim, kind=TableKind.PARAMETER))
+    target.apply(pair_of(1, *tables))
+    expected = copy.deepcopy(recurrent)
+    for each in expected.parameters():
+        nn.init.constant_(each, 1.0)
+    steps = torch.randn(4, 1, 2)
+    with reader.reading() as now, torch.inference_mode():
+        assert SharedModule(tied)(now, IDS) == {1.0}
+        assert torch.equal(SharedModule(recurrent)(now, steps)[0], expected(steps)[0])
     target.close()

@@ -63,6 +63,10 @@ def test_other_names_are_refused(name: str) -> None:
     [
         ({"name": ""}, "table name ''"),
         ({"name": "x" * 513}, "1 to 512 characters"),
+        ({"name": "u\0"}, "table name 'u\\x00': it has a NUL character"),
+        ({"name": "u\ud800"}, "table name 'u\\ud800': it has a NUL character, or a lone surrogate"),
+        ({"aliases": ("a\0b",), "kind": TableKind.PARAMETER}, "table name 'a\\x00b': it has a NUL character"),
+        ({"of": "u\0"}, "table name 'u\\x00': it has a NUL character"),
         ({"rows": 0}, "table 't': 0 rows"),
         ({"rows": MAX_ROWS + 1}, f"table 't': {MAX_ROWS + 1} rows"),
         ({"dim": 0}, "table 't': dim 0"),

@@ -40,7 +40,7 @@ extern "C" {
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ && sizeof(size_t) == 8, "needs 64 bits");
 /* The layout, as in `layout.py`. */
 #define DELTASYNC_MAGIC "DELTASHM"
-#define DELTASYNC_VERSION 1
+#define DELTASYNC_VERSION 2
 #define DELTASYNC_MOST_TABLES 1024
 #define DELTASYNC_MOST_READERS 1024
 typedef struct {
@@ -87,10 +87,10 @@ DELTASYNC__SIZE(entry, 64); DELTASYNC__AT(entry, side, 0); DELTASYNC__AT(entry, 
 #define DELTASYNC__CONTROL_BYTES (sizeof(deltasync__header) + 2 * DELTASYNC__SIDE_BYTES)
 enum { DELTASYNC_OK, DELTASYNC_NO_MIRROR, DELTASYNC_FOREIGN, DELTASYNC_LAYOUT, DELTASYNC_SYSTEM,
        DELTASYNC_NO_RELEASE, DELTASYNC_NO_TABLE, DELTASYNC_ROW_BYTES, DELTASYNC_NEGATIVE, DELTASYNC_BUSY,
-       DELTASYNC_TORN, DELTASYNC_READERS, DELTASYNC_PINNED, DELTASYNC_REMOVED };
+       DELTASYNC_TORN, DELTASYNC_READERS, DELTASYNC_PINNED, DELTASYNC_REMOVED, DELTASYNC_OWNER, DELTASYNC_LINK };
 /* A table. `dtype` is NumPy's, such as "<f4". If `value_type` is not 0, rows are encoded. The pointers are NULL
  * unless a version is pinned: rows of `row_bytes`, a byte for each row that says whether it exists, and the index
- * of raw ids, if any. */
+ * of raw ids, if any: slots, and then the salt. */
 typedef struct {
     char dtype[9];
     uint32_t dim, row_bytes, value_type, table_dim;
@@ -104,6 +104,7 @@ typedef struct {
     size_t bytes[3];
 } deltasync__mapped;
 typedef struct {
+    char *path;
     int folder; /* A descriptor: another mirror in a folder of this name would have files of the same names. */
     ino_t control; /* of the file `control` in it */
     const deltasync__header *header;
@@ -125,7 +126,9 @@ DELTASYNC_API const char *deltasync_text(int code) {
         "the mirror writes faster than this process can read; try again",
         "the mirror wrote over the rows, because they were read for longer than its limit: do not use them",
         "too many readers of whole versions", "this reader has pinned a version already, or none in this process",
-        "the mirror's folder was removed: attach again when there is a new one"};
+        "the mirror's folder was moved or removed: attach again when there is a new one",
+        "the mirror belongs to another user: if you trust that user, use deltasync_attach_to",
+        "the mirror's folder is a link: name the folder to which it leads"};
     return code >= 0 && (size_t)code < sizeof texts / sizeof *texts ? texts[code] : "unknown code";
 }
 static inline uint64_t deltasync__load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
@@ -140,15 +143,17 @@ static inline int deltasync__again(int tries) {
     if (tries > 64) nanosleep(&pause, NULL);
     return tries < 10000;
 }
-/* Whether the mirror's folder was removed or replaced: attach again, because no new versions come. */
+/* Whether the mirror's folder was moved, removed or replaced: attach again, because no new versions come. */
 DELTASYNC_API int deltasync_is_removed(const deltasync_reader *reader) {
-    struct stat about;
-    return fstatat(reader->folder, "control", &about, 0) || about.st_ino != reader->control;
+    struct stat control, opened, found;
+    return fstatat(reader->folder, "control", &control, AT_SYMLINK_NOFOLLOW) || control.st_ino != reader->control ||
+           fstat(reader->folder, &opened) || !reader->path || lstat(reader->path, &found) ||
+           opened.st_ino != found.st_ino || opened.st_dev != found.st_dev;
 }
 static inline void *deltasync__map(const deltasync_reader *reader, const char *file, size_t *bytes) {
     struct stat about;
     void *memory = MAP_FAILED;
-    int fd = openat(reader->folder, file, O_RDONLY | O_CLOEXEC);
+    int fd = openat(reader->folder, file, O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0) return NULL;
     if (!fstat(fd, &about) && !deltasync_is_removed(reader)) /* A file that was opened before is not of another. */
         memory = mmap(NULL, *bytes = (size_t)about.st_size, PROT_READ, MAP_SHARED, fd, 0);
@@ -166,10 +171,12 @@ DELTASYNC_API void deltasync_detach(deltasync_reader *reader) {
     if (reader->readers >= 0) close(reader->readers);
     if (reader->folder >= 0) close(reader->folder);
     if (reader->header) munmap((void *)(uintptr_t)reader->header, DELTASYNC__CONTROL_BYTES);
+    free(reader->path);
     free(reader);
 }
-/* Attach to a mirror by its name, or by the path of its folder, with a slash. The mirror need not run. */
-DELTASYNC_API int deltasync_attach(deltasync_reader **attached, const char *name) {
+/* Attach to a mirror of a user or of root, by its name, or by the path of its folder, with a slash. The mirror need
+ * not run. */
+DELTASYNC_API int deltasync_attach_to(deltasync_reader **attached, const char *name, uid_t owner) {
     deltasync_reader *reader = (deltasync_reader *)calloc(1, sizeof *reader);
     char path[4096], *control = NULL;
     struct stat about;
@@ -178,11 +185,16 @@ DELTASYNC_API int deltasync_attach(deltasync_reader **attached, const char *name
     if (!reader) return DELTASYNC_SYSTEM;
     reader->readers = -1;
     snprintf(path, sizeof path, strchr(name, '/') ? "%s" : "/dev/shm/deltasync-%s", name);
-    reader->folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (reader->folder >= 0 && !fstatat(reader->folder, "control", &about, 0))
+    for (size_t end = strlen(path); end > 1 && path[end - 1] == '/'; end--) path[end - 1] = 0; /* It follows links. */
+    int is_link = !lstat(path, &about) && S_ISLNK(about.st_mode);
+    reader->folder = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    int is_own = reader->folder >= 0 && !fstat(reader->folder, &about) && (about.st_uid == owner || !about.st_uid);
+    if (is_own && !fstatat(reader->folder, "control", &about, AT_SYMLINK_NOFOLLOW) &&
+        (reader->path = realpath(path, NULL)))
         reader->control = about.st_ino, control = (char *)deltasync__map(reader, "control", &bytes);
     int code = control || errno == EINVAL ? DELTASYNC_FOREIGN : DELTASYNC_SYSTEM; /* EINVAL: an empty file. */
     if (!control && errno == ENOENT) code = DELTASYNC_NO_MIRROR;
+    if (is_link || (reader->folder >= 0 && !is_own)) code = is_link ? DELTASYNC_LINK : DELTASYNC_OWNER;
     int is_ours = control && bytes >= sizeof *reader->header && !memcmp(control, DELTASYNC_MAGIC, 8);
     if (is_ours && ((const deltasync__header *)control)->layout != DELTASYNC_VERSION) code = DELTASYNC_LAYOUT;
     if (is_ours && code == DELTASYNC_FOREIGN && bytes == DELTASYNC__CONTROL_BYTES) {
@@ -195,6 +207,10 @@ DELTASYNC_API int deltasync_attach(deltasync_reader **attached, const char *name
     if (control) munmap(control, bytes);
     deltasync_detach(reader);
     return code;
+}
+/* Attach to a mirror of this user or of root. */
+DELTASYNC_API int deltasync_attach(deltasync_reader **attached, const char *name) {
+    return deltasync_attach_to(attached, name, geteuid());
 }
 /* Learn the tables of a side at a sequence number, and keep the memory of those that stay. */
 static inline int deltasync__learn(deltasync_reader *reader, int side, uint64_t sequence) {
@@ -230,7 +246,7 @@ static inline int deltasync__find(deltasync_reader *reader, int side, uint64_t s
     while (!code && table != end && strncmp(table->shown.name, name, sizeof table->shown.name)) table++;
     if (code || table == end) return code ? code : DELTASYNC_NO_TABLE;
     const deltasync__table *shown = &table->shown;
-    uint64_t slots = shown->index_slots, needed[3] = {0, shown->rows, slots * 16};
+    uint64_t slots = shown->index_slots, needed[3] = {0, shown->rows, slots * 16 + 16};
     if (__builtin_mul_overflow(shown->rows, (uint64_t)shown->row_bytes, &needed[0])) return DELTASYNC_FOREIGN;
     if (slots & (slots - 1) || slots >> 58) return DELTASYNC_FOREIGN;
     for (int kind = 0; kind < (slots ? 3 : 2); kind++) {
@@ -247,13 +263,27 @@ static inline int deltasync__find(deltasync_reader *reader, int side, uint64_t s
     found->slots = (const int64_t *)table->memory[2];
     return DELTASYNC_OK;
 }
+static inline uint64_t deltasync__rotated(uint64_t word, int bits) { return word << bits | word >> (64 - bits); }
+/* SipHash-1-3 of a raw id, keyed by the salt of an index, as in `kernels/keys.py`. */
+static inline uint64_t deltasync__siphash(const int64_t *salt, int64_t key) {
+    const uint64_t words[5] = {(uint64_t)key, (uint64_t)8 << 56, 0, 0, 0};
+    uint64_t v0 = (uint64_t)salt[0] ^ 0x736F6D6570736575u, v1 = (uint64_t)salt[1] ^ 0x646F72616E646F6Du;
+    uint64_t v2 = (uint64_t)salt[0] ^ 0x6C7967656E657261u, v3 = (uint64_t)salt[1] ^ 0x7465646279746573u;
+    for (int at = 0; at < 5; at++) {
+        v3 ^= words[at], v0 += v1, v2 += v3;
+        v1 = deltasync__rotated(v1, 13) ^ v0, v3 = deltasync__rotated(v3, 16) ^ v2;
+        v0 = deltasync__rotated(v0, 32) + v3, v2 += v1;
+        v3 = deltasync__rotated(v3, 21) ^ v0, v1 = deltasync__rotated(v1, 17) ^ v2;
+        v2 = deltasync__rotated(v2, 32) ^ (at == 1 ? 0xFF : 0), v0 ^= words[at];
+    }
+    return v0 ^ v1 ^ v2 ^ v3;
+}
 /* The row of a raw id, or of a row number if the table has no raw ids; -1 if missing. Pin a version first. */
 DELTASYNC_API int64_t deltasync_row_of(const deltasync_table *table, int64_t key) {
     if (!table->slot_count) return key >= 0 && (uint64_t)key < table->rows && table->there[key] ? key : -1;
-    uint64_t mixed = (uint64_t)key, look = 0;
-    mixed = (mixed ^ (mixed >> 32)) * 0x9E3779B97F4A7C15u;
-    mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93u;
-    for (uint64_t slot = mixed >> 32; look < table->slot_count; slot += ++look) {
+    uint64_t look = 0;
+    const int64_t *salt = table->slots + 2 * table->slot_count;
+    for (uint64_t slot = deltasync__siphash(salt, key); look < table->slot_count; slot += ++look) {
         const int64_t *at = table->slots + 2 * (slot & (table->slot_count - 1));
         int64_t found = __atomic_load_n(at, __ATOMIC_RELAXED), row = __atomic_load_n(at + 1, __ATOMIC_RELAXED);
         if (row == -1) return -1; /* An empty slot; -2 is one of a deleted key. */
@@ -338,7 +368,7 @@ DELTASYNC_API int deltasync_is_ready(const deltasync_reader *reader, char *reaso
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!(sequence & 1) && deltasync__load(&header->state_sequence) == sequence) break;
     }
-    if (!is_alive) snprintf(reason, bytes, "its mirror has stopped or hangs, or its folder was removed");
+    if (!is_alive) snprintf(reason, bytes, "its mirror has stopped or hangs, or its folder was moved or removed");
     return is_ready;
 }
 static inline int deltasync__enter(const deltasync_reader *reader, uint64_t side) {
@@ -350,7 +380,7 @@ static inline int deltasync__own(deltasync_reader *reader) {
     struct flock lock;
     if (reader->pid == getpid()) return DELTASYNC_OK; /* A forked process needs an entry of its own. */
     if (reader->readers >= 0) close(reader->readers);
-    reader->readers = openat(reader->folder, "readers", O_RDWR | O_CLOEXEC);
+    reader->readers = openat(reader->folder, "readers", O_RDWR | O_NOFOLLOW | O_CLOEXEC);
     if (reader->readers < 0) return deltasync_is_removed(reader) ? DELTASYNC_REMOVED : DELTASYNC_SYSTEM;
     memset(&lock, 0, sizeof lock);
     lock.l_type = F_WRLCK, lock.l_whence = SEEK_SET, lock.l_len = 1;

@@ -1,4 +1,4 @@
-"""The layout of tables in shared memory, version 1. `deltasync_shared.h` has the same in C.
+"""The layout of tables in shared memory, version 2. `deltasync_shared.h` has the same in C.
 
 A mirror NAME is a folder `DIRECTORY/deltasync-NAME` with these files. All numbers are little-endian and aligned.
 
@@ -31,7 +31,7 @@ from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 MAGIC = b"DELTASHM"
-VERSION = 1
+VERSION = 2
 CONTROL, WRITER, READERS = "control", "writer", "readers"
 
 # Bytes of the header, and of each side with its tables.
@@ -92,8 +92,8 @@ SIDE = np.dtype(
 )
 # `dtype` is NumPy's, for example `<f4`. `value_type` is the number of a `ValueType` if rows are held encoded, with
 # `table_dim` values in each; else 0. `there` and `index` are files: a byte for each row that says whether it
-# exists, and `index_slots` pairs of int64, a raw id and its row (see `kernels/keys.py`); 0 without a map of raw
-# ids. `of` is the name of the table to which a map belongs.
+# exists, and an index of raw ids (see `kernels/keys.py`): `index_slots` pairs of int64, a raw id and its row, and
+# then the salt of two int64; 0 without a map of raw ids. `of` is the name of the table to which a map belongs.
 TABLE = np.dtype(
     {
         "names": [
@@ -151,16 +151,30 @@ def side_offset(side: int) -> int:
 
 
 def spec_of(described: Any) -> TableSpec:
-    """The table that a description describes."""
-    name, rows, dim = described["name"].decode(), int(described["rows"]), int(described["dim"])
-    dtype, kind = np.dtype(described["dtype"].decode()), TableKind.of_number(int(described["kind"]))
-    if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
-        return ReplicaSpec(name, rows, dim, dtype, value_type=value_type, table_dim=int(described["table_dim"]))
-    return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
+    """The table that a description describes.
+
+    Raises:
+        ValueError: the description is damaged.
+    """
+    try:
+        name, rows, dim = described["name"].decode(), int(described["rows"]), int(described["dim"])
+        dtype, kind = np.dtype(described["dtype"].decode()), TableKind.of_number(int(described["kind"]))
+        if (slots := int(described["index_slots"])) & (slots - 1):
+            raise ValueError(f"table {name!r} has an index of {slots} slots")
+        if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
+            table_dim = int(described["table_dim"])
+            return ReplicaSpec(name, rows, dim, dtype, value_type=value_type, table_dim=table_dim)
+        return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"its description of a table is damaged: {error}") from error
 
 
 def reading_of(side: NDArray[Any]) -> dict[str, Any]:
-    """The fields of `Reading` in the description [1] of a side that has a version."""
+    """The fields of `Reading` in the description [1] of a side that has a version.
+
+    Raises:
+        ValueError: the description is damaged.
+    """
     shown = side[0]
     return {
         "position": Position(shown["history"].decode(), int(shown["number"]), int(shown["seal"])),

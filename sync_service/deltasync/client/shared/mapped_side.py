@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 import weakref
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.base.errors import NotFound, ServiceUnavailable, StorageFailed
+from deltasync.base.errors import InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.base.words import listed
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import MappedFile, side_of
+from deltasync.client.shared.memory import MappedFile, inode_of_control, is_in_place, side_of, with_remedy
 from deltasync.client.targets.keyed_table import KeyedRows, KeySlots
 from deltasync.client.targets.keyed_target import RowNumbers
 from deltasync.client.targets.target import TornTarget
 from deltasync.core.rows import Values
+from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 
-REMOVED = "the folder of its mirror was removed: attach again when there is a new one"
+REMOVED = "the folder of its mirror was moved or removed: attach again when there is a new one"
 _NO_VERSION = partial(ServiceUnavailable, "the mirror has no version yet")
 
 
@@ -33,35 +35,47 @@ class Folder:
         control: the file `control`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def __init__(self, path: Path, owner: int) -> None:
+        """Open the folder of a mirror that `owner` or root runs."""
+        self.path = path.absolute()
+        if stat.S_ISLNK(os.stat(path, follow_symlinks=False).st_mode):
+            raise InvalidInput(f"{path} is a link: name the folder to which it leads")
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
-        self._inode = self._inode_of_control()
+        if (found := os.fstat(self.fd).st_uid) not in (owner, 0):
+            raise InvalidInput(
+                f"{path} belongs to user {found}, not to user {owner} or root: if you trust that user, pass "
+                f"owner={found}"
+            )
+        self._inode = inode_of_control(self.fd)
         self.control = MappedFile(layout.CONTROL, dir_fd=self.fd)
 
     @property
     def is_removed(self) -> bool:
-        """Whether the folder or its file `control` was removed or replaced."""
-        try:
-            return self._inode_of_control() != self._inode
-        except FileNotFoundError:
-            return True
-
-    def _inode_of_control(self) -> int:
-        return os.stat(layout.CONTROL, dir_fd=self.fd).st_ino
+        """Whether the folder or its file `control` was moved, removed or replaced."""
+        return not is_in_place(self.path, self.fd, self._inode)
 
     def check(self) -> None:
         """Raise ServiceUnavailable if it was removed. A file that was opened before is not of another mirror."""
         if self.is_removed:
             raise ServiceUnavailable(REMOVED)
 
+    def unusable(self, name: str, error: Exception) -> StorageFailed:
+        """The error for one of its files that cannot be used."""
+        path = self.path / name
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            return StorageFailed(f"{path} cannot be used: {with_remedy(error)}")
+        return StorageFailed(
+            f"{path} cannot be used ({error}): if it is damaged, stop the mirror, remove its folder, start the "
+            "mirror, and attach again"
+        )
+
 
 class MappedSide:
     """One side, as far as this process has mapped its arrays."""
 
     def __init__(self, folder: Folder, number: int) -> None:
-        self.number = number
+        self.number, self._folder = number, folder
         self._shown, self._descriptions = side_of(folder.control, number)
         self._known = -1, Tables(folder)  # The tables at a sequence number.
 
@@ -99,7 +113,10 @@ class MappedSide:
         """The fields of `Reading`."""
         if not self.version:
             raise _NO_VERSION()
-        return layout.reading_of(self._shown)
+        try:
+            return layout.reading_of(self._shown)
+        except ValueError as error:
+            raise self._folder.unusable(layout.CONTROL, error) from error
 
     def tables(self, sequence: int) -> "Tables":
         """Its tables at a sequence number. Most versions have those of the version before."""
@@ -110,7 +127,10 @@ class MappedSide:
                 raise _NO_VERSION()
             described = self._descriptions[: int(self._shown["tables"][0])].tobytes()
             if described != known.described:
-                known = Tables(known.folder, described, known)
+                try:
+                    known = Tables(self._folder, described, known)
+                except ValueError as error:
+                    raise self._folder.unusable(layout.CONTROL, error) from error
             self._known = sequence, known
         return known
 
@@ -125,10 +145,15 @@ class Tables:
     """
 
     def __init__(self, folder: Folder, described: bytes = b"", before: "Tables | None" = None) -> None:
-        """Describe the tables, and keep the files that they have in common with those `before`."""
+        """Describe the tables, and keep the files that they have in common with those `before`.
+
+        Raises:
+            ValueError: a description is damaged.
+        """
         self.folder, self.described = folder, described
         tables = np.frombuffer(described, layout.TABLE)
-        self._descriptions: dict[str, Any] = {each["name"].decode(): each for each in tables}
+        self._specs: dict[str, TableSpec] = {(spec := layout.spec_of(each)).name: spec for each in tables}
+        self._descriptions: dict[str, Any] = dict(zip(self._specs, tables, strict=True))
         files = {int(each[kind]) for each in tables for kind in layout.FILES}
         mapped = before.mapped.copy() if before else {}  # Other threads may add to it meanwhile.
         self.mapped: dict[int, MappedFile] = {file: memory for file, memory in mapped.items() if file in files}
@@ -138,8 +163,8 @@ class Tables:
         """The rows of a table."""
         if (rows := self._arrays.get(name)) is None:
             each = self._description(name)
-            shape = int(each["rows"]), int(each["dim"])
-            rows = self._arrays[name] = self._array(each["file"], each["dtype"].decode(), shape)
+            spec = self._specs[name]
+            rows = self._arrays[name] = self._array(each["file"], spec.dtype, (spec.rows, spec.dim))
         return rows
 
     def keyed(self, name: str) -> KeyedRows:
@@ -147,7 +172,7 @@ class Tables:
         if (keyed := self._keyed.get(name)) is None:
             each, rows = self._description(name), self.array(name)
             if slots := int(each["index_slots"]):
-                keyed = KeyedRows(KeySlots(self._array(each["index"], np.int64, (slots, 2))), rows)
+                keyed = KeyedRows(KeySlots(self._array(each["index"], np.int64, (slots + 1, 2))), rows)
             else:
                 keyed = KeyedRows(RowNumbers(self._array(each["there"], np.bool_, (len(rows),))), rows)
             self._keyed[name] = keyed
@@ -160,7 +185,7 @@ class Tables:
         return {
             "tables": {name: self.array(name) for name in names},
             "keyed": {name: self.keyed(name) for name in names},
-            "specs": [layout.spec_of(each) for each in names.values()],
+            "specs": list(self._specs.values()),
         }
 
     def _description(self, name: str) -> Any:
@@ -178,10 +203,7 @@ class Tables:
                 self.mapped[number] = mapped
             if mapped.size < max(1, needed):
                 raise ValueError(f"it has {mapped.size} bytes, its table needs {needed}")
+            return mapped.array(dtype, shape)
         except (OSError, ValueError) as error:
             self.folder.check()
-            raise StorageFailed(
-                f"{self.folder.path / name} cannot be used ({error}): if it is damaged, stop the mirror, remove "
-                "its folder, start the mirror, and attach again"
-            ) from error
-        return mapped.array(dtype, shape)
+            raise self.folder.unusable(name, error) from error

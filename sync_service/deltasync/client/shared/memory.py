@@ -30,10 +30,10 @@ class MappedFile:
         """Map a file, for reading only unless `write`. A `path` may be relative to the open folder `dir_fd`.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: it cannot be opened, or is a link.
             ValueError: it is empty.
         """
-        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
             self.size = os.fstat(fd).st_size
             access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
@@ -62,6 +62,28 @@ class MappedFile:
             if error.errno == errno.EFAULT:  # A write would kill the process, because the file system is full.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
+
+
+def inode_of_control(folder: int) -> int:
+    """The inode of the file `control` in an open folder."""
+    return os.stat(layout.CONTROL, dir_fd=folder, follow_symlinks=False).st_ino
+
+
+def is_in_place(path: Path, folder: int, control: int | None = None) -> bool:
+    """Whether an open folder still has its path and, unless it is None, the inode of its file `control`."""
+    try:
+        is_there = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
+        return is_there and (control is None or control == inode_of_control(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def with_remedy(error: OSError) -> str:
+    """The reason why a file cannot be used, with the remedy if the process has too many open files."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{reason}: allow more (ulimit -n), because each table needs up to six files"
+    return reason
 
 
 def side_of(control: MappedFile, number: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -1,5 +1,6 @@
 """Pins of a reader: the entry of a thread in the table of readers, which keeps a side from being written."""
 
+import errno
 import os
 import weakref
 
@@ -22,9 +23,11 @@ class Pin:
     def __init__(self, folder: Folder) -> None:
         self.is_taken = False
         try:
-            self._fd = os.open(layout.READERS, os.O_RDWR | os.O_CLOEXEC, dir_fd=folder.fd)
+            self._fd = os.open(layout.READERS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.fd)
         except OSError as error:
             folder.check()
+            if error.errno not in (errno.EACCES, errno.EROFS):
+                raise folder.unusable(layout.READERS, error) from error
             raise ServiceUnavailable(
                 f"{folder.path / layout.READERS} cannot be written ({error.strerror}), which reading a whole "
                 "version needs: use lookups, or mount it writable"

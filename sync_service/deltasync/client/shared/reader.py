@@ -1,18 +1,21 @@
 """Reads tables in the shared memory of a mirror, from any number of processes."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable
 from deltasync.base.words import duration, listed
 from deltasync.client.shared import layout
 from deltasync.client.shared.mapped_side import REMOVED, Folder, MappedSide, Tables
+from deltasync.client.shared.memory import with_remedy
 from deltasync.client.shared.pin import Pin
 from deltasync.client.targets.keyed_table import KeyedRows, checked_keys
 from deltasync.client.targets.numpy_target import rows_at
@@ -50,25 +53,33 @@ class SharedReader:
     Reading needs no lock, so no reader delays the mirror, except with `reading`.
     """
 
-    def __init__(self, name: str, *, directory: str | Path = layout.DIRECTORY) -> None:
+    def __init__(self, name: str, *, directory: str | Path = layout.DIRECTORY, owner: int | None = None) -> None:
         """Attach to a mirror, which need not run.
+
+        Args:
+            name: its name.
+            directory: the folder in which it is.
+            owner: id of the user that runs the mirror; None = this user. Mirrors of root are always read.
 
         Raises:
             NotFound: there is no mirror of that name.
-            InvalidInput: the files are not of a mirror, or have another layout.
+            InvalidInput: the name is not valid; the folder is a link, belongs to another user, or is not that of a
+                mirror; or it has another layout.
             ServiceUnavailable: the files may not be read.
         """
-        self.name = name
+        self.name = check_name("mirror", name)
         path = layout.folder_of(name, Path(directory))
         try:
-            self._folder = Folder(path)
+            self._folder = Folder(path, os.geteuid() if owner is None else owner)
         except FileNotFoundError as error:
             raise NotFound(
                 f"no mirror {name!r} in {directory}: start one with `deltasync mirror`",
                 detail=_others(Path(directory)),
             ) from error
+        except InvalidInput:
+            raise
         except OSError as error:
-            raise ServiceUnavailable(f"mirror {name!r} cannot be read: {error.strerror}") from error
+            raise ServiceUnavailable(f"mirror {name!r} cannot be read: {with_remedy(error)}") from error
         except ValueError as error:  # An empty file cannot be mapped.
             raise InvalidInput(f"{path} is not of a mirror") from error
         control = self._folder.control
@@ -80,19 +91,26 @@ class SharedReader:
             raise InvalidInput(f"{path} has {what}, this version reads layout {layout.VERSION}")
         self._sides = [MappedSide(self._folder, number) for number in (0, 1)]
         self._pins = threading.local()
-        for each in (key_kernels.find, fence):
+        for each in (key_kernels.first_slots, key_kernels.find, fence):
             each.compile()  # Now, so that no lookup waits for the compiler.
 
     @property
     def model(self) -> str:
         """The name of the model; empty before the first release."""
-        return str(self._header["model"][0].decode())
+        return str(self._header["model"][0].decode(errors="replace"))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SharedReader cannot be copied or sent to another process: make one there, "
+            f"SharedReader({self.name!r})"
+        )
 
     @property
     def readiness(self) -> Decision:
         """Whether the replica behind the mirror is ready, and why.
 
-        It is not ready once the mirror has stopped, or its folder was removed.
+        It is not ready once the mirror has stopped, or its folder was moved or removed. Whether a torch module can
+        use the tables is part of `SharedModule.readiness`.
         """
         if self.is_removed:
             return Decision(False, REMOVED)
@@ -115,7 +133,7 @@ class SharedReader:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the mirror's folder was removed or replaced: attach again, because no new versions come."""
+        """Whether the folder was moved, removed or replaced: attach again, because no new versions come."""
         return self._folder.is_removed
 
     def version(self) -> Reading:

@@ -24,18 +24,27 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import MappedFile, is_locked, side_of
+from deltasync.client.shared.memory import (
+    MappedFile,
+    inode_of_control,
+    is_in_place,
+    is_locked,
+    side_of,
+    with_remedy,
+)
 from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
+from deltasync.core.rows import Ids, Values
 from deltasync.core.table_form import ReplicaSpec
+from deltasync.core.table_memory import RAM, NoTableMemory, memory_room
 from deltasync.core.tables import TableSpec
 from deltasync.kernels.fences import fence
 
 # The modes of the folder, of `readers`, and of all other files. Who may read rows may also pin a version.
 _MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o660, 0o640), "all": (0o755, 0o666, 0o644)}
-# The mirror says this often that it is alive.
+# The mirror's heartbeat, and how often it looks whether readers have left.
 _ALIVE_SECONDS = 1.0
 _LOOK_SECONDS = 0.002
 
@@ -74,7 +83,8 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             Contradiction: another process writes it.
             StorageFailed: the files cannot be created or read.
         """
-        check_name("name", name)
+        check_name("mirror", name)
+        check_name("consumer", consumer)
         if readable_by not in _MODES:
             raise InvalidInput(f"readable_by: {readable_by!r}, expected one of {', '.join(_MODES)}")
         folder, needed = layout.folder_of(name, Path(directory)), layout.CONTROL_BYTES + layout.READERS_BYTES
@@ -85,7 +95,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             needed += _bytes_of(next((side.copy.specs for side in sides if side.reading.version), ()))
             self._start(sides)
         except BaseException as error:
-            self._memory.unlock()
+            self._memory.end(remove=self._memory.is_new)
             if isinstance(error, OSError):
                 raise _storage_failed(folder, needed, error) from error
             raise
@@ -119,20 +129,31 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
 
         Raises:
             Contradiction: the memory has another model, or the target is closed.
-            StorageFailed: there is no room for its tables; nothing was written.
+            StorageFailed: there is no room for its tables, or its folder is gone; nothing was written.
         """
         self._memory.check_open()
+        self._memory.check_in_place()
         self._memory.check_model(release.model)
         if len(release.tables) > layout.MOST_TABLES:
             raise Contradiction(f"{len(release.tables)} tables, but a mirror has at most {layout.MOST_TABLES}")
-        if long := [each.name for each in release.tables if len(each.name.encode()) >= layout.NAME_BYTES]:
+        names = [name for each in release.tables for name in (each.name, each.of)]
+        if long := [name for name in names if len(name.encode()) >= layout.NAME_BYTES]:
             raise Contradiction(f"table {long[0]!r}: a mirror needs names of less than {layout.NAME_BYTES} bytes")
         try:
             return super().apply(release)
-        except OSError as error:
+        except (OSError, NoTableMemory) as error:
             raise _storage_failed(self._memory.folder, _bytes_of(release.tables), error) from error
         finally:
             self._remove_unused()
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Read rows; see `LocalTarget`. Subscribers verify rows all the time, and so notice a lost folder.
+
+        Raises:
+            StorageFailed: the folder was moved or removed.
+        """
+        self._memory.check_in_place()
+        return super().read(table, ids)
 
     def _serve(self, side: Side["_SharedCopy", KeyedReading]) -> None:
         if not side.unfinished:  # Not while a first copy is arriving.
@@ -146,8 +167,11 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         self._memory.remove_all_but(set[int]().union(*(copy.files for copy in self._copies)))
 
     def close(self) -> None:
-        """Stop writing. The memory stays, and tells readers that its mirror has stopped."""
-        self._memory.close()
+        """Stop writing. The memory stays, and tells readers that its mirror has stopped.
+
+        A folder that never had a version is removed.
+        """
+        self._memory.close(remove=not self.newest().version)
 
 
 def _bytes_of(tables: Sequence[TableSpec]) -> int:
@@ -155,26 +179,38 @@ def _bytes_of(tables: Sequence[TableSpec]) -> int:
     return 2 * sum(each.nbytes + each.rows for each in tables)
 
 
-def _storage_failed(folder: Path, needed: int, error: OSError) -> StorageFailed:
+def _storage_failed(folder: Path, needed: int, error: OSError | NoTableMemory) -> StorageFailed:
+    tables = f"the tables, which need {counted(needed, 'byte')} with both sides, and more for raw ids"
+    if isinstance(error, NoTableMemory):
+        total = room.total if (room := memory_room()) else 0
+        return StorageFailed(
+            f"{folder} has no memory for {tables}; the machine or the control group has {counted(total, 'byte')}: "
+            "raise the mirror's memory limit (docker run --memory, resources.limits.memory in Kubernetes)"
+        )
     if error.errno != errno.ENOSPC:
-        return StorageFailed(f"{folder} cannot be used: {error.strerror}")
+        return StorageFailed(f"{folder} cannot be used: {with_remedy(error)}")
     total = shutil.disk_usage(folder.parent).total
     return StorageFailed(
-        f"{folder} has no room for the tables, which need {counted(needed, 'byte')} there with both sides, and "
-        f"more for raw ids; its file system has {counted(total, 'byte')}: give the container more shared memory "
-        "(docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another directory"
+        f"{folder} has no room for {tables}; its file system has {counted(total, 'byte')}: give the container "
+        "more shared memory (docker run --shm-size, a Kubernetes emptyDir with medium Memory), or use another "
+        "directory"
     )
 
 
 class _Memory:
-    """The files of a mirror, for the process that writes them."""
+    """The files of a mirror, for the process that writes them.
+
+    Attributes:
+        folder: their folder.
+        is_new: whether this mirror has made it.
+    """
 
     def __init__(self, folder: Path, readable_by: str, huge_pages: bool, longest_pin_seconds: float) -> None:
-        self.folder = folder
+        self.folder, self.is_new = folder.absolute(), False
         self._folder_mode, self._readers_mode, self._mode = _MODES[readable_by]
         self._huge_pages = huge_pages
         self._longest_pin_seconds = longest_pin_seconds
-        self._unlock: Callable[[], object] | None = None
+        self._unlock: weakref.finalize[..., Any] | None = None
         self._closed = threading.Event()
         self._state = threading.Lock()
         # Entries and process ids of readers for which the mirror has waited long enough.
@@ -185,6 +221,7 @@ class _Memory:
         """Open or create the files, as their only writer."""
         with suppress(FileExistsError):
             self.folder.mkdir(0o700)
+            self.is_new = True
         try:
             self._fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError as error:
@@ -205,6 +242,8 @@ class _Memory:
             raise InvalidInput(
                 f"{self.folder} is not of a mirror, or of another layout: use another name, or remove it"
             ) from None
+        self._inode = inode_of_control(self._fd)
+        self.check_in_place()
         self.header = self.control.array(layout.HEADER)
         self._check(consumer)
         for each in self.numbers():
@@ -218,8 +257,7 @@ class _Memory:
     def _check_others(self) -> None:
         """Check that a folder without `control` has no foreign files."""
         names = set(os.listdir(self._fd))
-        ours = {layout.WRITER, layout.READERS, _made(layout.READERS), _made(layout.CONTROL)}
-        if layout.CONTROL not in names and (others := sorted(names - ours)):
+        if layout.CONTROL not in names and (others := sorted(names - _FILES)):
             raise InvalidInput(
                 f"{self.folder} has other files, such as {others[0]!r}: use another name, or remove the folder"
             )
@@ -231,14 +269,27 @@ class _Memory:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self.unlock()
             raise Contradiction(
                 f"another process writes {self.folder}: use another name, or stop that one"
             ) from error
 
     def unlock(self) -> None:
-        """Let another mirror write, unless the process from which this one was forked still does."""
+        """Release the lock of the writer. A process from which this one was forked keeps it."""
         if self._unlock:
             self._unlock()
+
+    def end(self, *, remove: bool) -> None:
+        """Release the lock of the writer, and remove the folder before if this process has the lock."""
+        if remove and self._unlock and self._unlock.alive:
+            arrays = {layout.file_name(each) for each in self.numbers()} if hasattr(self, "header") else set()
+            for each in _FILES | arrays:
+                with suppress(FileNotFoundError):
+                    os.unlink(each, dir_fd=self._fd)
+            with suppress(OSError):  # It may have other files.
+                if is_in_place(self.folder, self._fd):
+                    self.folder.rmdir()
+        self.unlock()
 
     def _make(self, name: str, size: int, mode: int, content: bytes = b"") -> None:
         """Create a file, complete or not at all, filled with zeros; or give an earlier one its mode."""
@@ -279,12 +330,21 @@ class _Memory:
             raise Contradiction(f"the target of {self.folder} is closed: make another one")
 
     def check_model(self, model: str) -> None:
-        known = self.header["model"][0].decode()
+        if model:
+            check_name("model", model)
+        known = self.header["model"][0].decode(errors="replace")
         if known and known != model:
             raise Contradiction(
                 f"{self.folder} has model {known!r}, the consumer's is {model!r}: use another name"
             )
         self.header["model"][0] = model.encode()
+
+    def check_in_place(self) -> None:
+        """Raise StorageFailed if the folder was moved or removed: readers that attach would not find it."""
+        if not is_in_place(self.folder, self._fd, self._inode):
+            raise StorageFailed(
+                f"{self.folder} was moved or removed while its mirror runs: start the mirror again"
+            )
 
     @property
     def served(self) -> int:
@@ -303,8 +363,10 @@ class _Memory:
 
         Raises:
             OSError: there is no room.
+            NoTableMemory: the machine or the control group has too little memory for it.
         """
         number, size = int(self.header["next_file"][0]), max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        RAM.check(size, "an array")  # The system would kill the process.
         self.header["next_file"][0] += 1
         name = layout.file_name(number)
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
@@ -328,10 +390,14 @@ class _Memory:
         try:
             return MappedFile(name, write=True, dir_fd=self._fd).array(dtype, shape)
         except (FileNotFoundError, ValueError) as error:
-            raise InvalidInput(
-                f"{self.folder / name} is missing or damaged ({error}): remove the folder, and the mirror starts "
-                "with a full copy"
-            ) from error
+            raise self.damaged(name, error) from error
+
+    def damaged(self, name: str, error: Exception) -> InvalidInput:
+        """The error for a file that is missing or damaged."""
+        return InvalidInput(
+            f"{self.folder / name} is missing or damaged ({error}): remove the folder, and the mirror starts with "
+            "a full copy"
+        )
 
     def remove_all_but(self, numbers: set[int]) -> None:
         """Remove the files of arrays that no side uses."""
@@ -393,14 +459,14 @@ class _Memory:
             if not self._closed.is_set():
                 self.header["alive_ns"][0] = steady_ns()
 
-    def close(self) -> None:
+    def close(self, *, remove: bool) -> None:
         with self._state:
             if self._closed.is_set():
                 return
             self._closed.set()
             self._write_readiness(Decision(False, "its mirror has stopped"))
             self.header["alive_ns"][0] = 0
-        self.unlock()
+        self.end(remove=remove)
 
 
 _MEMORIES = weakref.WeakSet[_Memory]()
@@ -418,6 +484,10 @@ os.register_at_fork(after_in_child=_unlock_all)
 def _made(name: str) -> str:
     """The name of a file while it is made."""
     return f"{name}.new"
+
+
+# The files of a mirror, apart from arrays.
+_FILES = {layout.CONTROL, layout.WRITER, layout.READERS, _made(layout.CONTROL), _made(layout.READERS)}
 
 
 def _new_header(consumer: str) -> NDArray[Any]:
@@ -472,12 +542,17 @@ class _SharedCopy(KeyedCopy):
         """Use the arrays of a description, or of a torn side those that are left: to write into, not to read."""
         left = self._memory.numbers() | {0}
         described = [each for each in tables if is_whole or {int(each[file]) for file in layout.FILES} <= left]
-        specs, arrays = [layout.spec_of(each) for each in described], dict[tuple[str, str], NDArray[Any]]()
+        try:
+            specs = [layout.spec_of(each) for each in described]
+        except ValueError as error:
+            raise self._memory.damaged(layout.CONTROL, error) from error
+        arrays = dict[tuple[str, str], NDArray[Any]]()
         for each, spec in zip(described, specs, strict=True):
             arrays[spec.name, "rows"] = self._opened(each["file"], (spec.rows, spec.dim), spec.dtype)
             arrays[spec.name, "there"] = self._opened(each["there"], (spec.rows, 1), np.bool_)
             if each["index_slots"]:
-                arrays[spec.name, "index"] = self._opened(each["index"], (int(each["index_slots"]), 2), np.int64)
+                shape = int(each["index_slots"]) + 1, 2
+                arrays[spec.name, "index"] = self._opened(each["index"], shape, np.int64)
         self._use(specs, arrays)
 
     def _opened(self, file: Any, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
@@ -490,7 +565,7 @@ class _SharedCopy(KeyedCopy):
         arrays = dict[tuple[str, str], NDArray[Any]]()
         for name, table in self.by_number.items():
             arrays[name, "rows"], arrays[name, "there"] = table.rows, table.there[:, None]
-        arrays.update({(name, "index"): index.slots for name, index in self.indices.items()})
+        arrays.update({(name, "index"): index.array for name, index in self.indices.items()})
         return arrays
 
     def _use(self, specs: Sequence[TableSpec], arrays: Mapping[tuple[str, str], NDArray[Any]]) -> None:
@@ -501,8 +576,8 @@ class _SharedCopy(KeyedCopy):
             table = NumberedTable(arrays[name, "rows"], arrays[name, "there"][:, 0])
             self.by_number[name] = table
             places: Places = RowNumbers(table.there)
-            if (slots := arrays.get((name, "index"))) is not None:
-                places = self.indices[name] = KeyIndex.of(slots, self._allocated)
+            if (array := arrays.get((name, "index"))) is not None:
+                places = self.indices[name] = KeyIndex.of(array, self._allocated)
             self.tables[name] = KeyedRows(places, table.rows)
 
     def describe(self) -> NDArray[Any]:
@@ -515,7 +590,7 @@ class _SharedCopy(KeyedCopy):
             each["row_bytes"] = table.rows.strides[0]
             each["file"], each["there"] = self._file_of(table.rows), self._file_of(table.there)
             if index is not None:
-                each["index"], each["index_slots"] = self._file_of(index.slots), len(index.slots)
+                each["index"], each["index_slots"] = self._file_of(index.array), len(index.slots)
             if isinstance(spec, ReplicaSpec):
                 each["value_type"], each["table_dim"] = spec.value_type.number, spec.table_dim
         return described
@@ -543,7 +618,10 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         reading = KeyedReading(tables=copy.tables)
         copy.load(self._tables[: int(shown["tables"])], is_whole=self._is_whole)
         if self._is_whole and shown["version"]:
-            reading = replace(reading, **layout.reading_of(self._shown))
+            try:
+                reading = replace(reading, **layout.reading_of(self._shown))
+            except ValueError as error:
+                raise memory.damaged(layout.CONTROL, error) from error
         super().__init__(copy, reading)
         self.unfinished = "" if self._is_whole else "part of a release"
 

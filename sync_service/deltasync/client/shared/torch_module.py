@@ -5,115 +5,238 @@ with reader.reading() as now:
     logits = model(now, batch)
 """
 
+import copy
 import ctypes
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from deltasync.base.errors import Contradiction, DeltasyncError
+from deltasync.base.arguments import check_type
+from deltasync.base.decision import Decision
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.words import listed
-from deltasync.client.shared.reader import SharedReading
+from deltasync.client.shared.reader import SharedReader, SharedReading
 from deltasync.client.targets.torch_binding import bind
-from deltasync.client.targets.torch_quantised import QuantisedRows, Tbe, tables_in_tbes, tbes_of
-from deltasync.client.targets.torch_tensors import CastTensor, Tensor, named_tensor, torch_type
+from deltasync.client.targets.torch_compiled import compiled_modules
+from deltasync.client.targets.torch_quantised import QuantisedRows, TbeShard, tables_in_tbes, tbe_prefixes, tbes_of
+from deltasync.client.targets.torch_target import all_tensors
+from deltasync.client.targets.torch_tensors import CastTensor, Tensor, torch_type
 from deltasync.core.rows import Values
 
 
-@dataclass(frozen=True, eq=False)
-class _Binding:
-    """What a module uses of the tables of one side.
-
-    Attributes:
-        tables: the tables. They keep the memory mapped, because a TBE has only addresses in it.
-        tensors: tensors over them by the name of the parameter or buffer.
-        quantised: TBEs, and the rows of their tables by index.
-        names: names of all that is in the memory.
-    """
-
-    tables: Mapping[str, Values]
-    tensors: dict[str, torch.Tensor]
-    quantised: list[tuple[Any, dict[int, Values]]]
-    names: frozenset[str]
-
-
 class SharedModule:
-    """A module on the CPU whose tables are those of a `SharedReading`.
+    """A module on the CPU whose tables are those of a `SharedReading`. Several threads may call it at once.
 
-    During a call, the shared memory replaces its parameters and buffers. An inference TBE keeps pointing to the
-    memory of the last call, so do not call or copy the module itself. Tables that the mirror does not have keep
-    the module's own values. Only one thread at a time may call it. Do not change the module's types or shapes.
-
-    Attributes:
-        module: the module.
-        names: names of the parameters, buffers and quantised tables that are in the memory; empty before the first
-            call.
+    It takes over the structure of the module, and calls copies of it with tensors over the shared memory. Each
+    call has a copy of its own. The memory of the module is free once nothing else refers to the module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._current: _Binding | None = None
-        self._bindings = deque[_Binding](maxlen=2)  # Of the two sides. To find one takes longer than a forward.
+    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
+        """Take over the structure of `module`, which may be on the meta device.
 
-    @property
-    def names(self) -> frozenset[str]:  # noqa: D102  # See the class.
-        return self._current.names if self._current else frozenset()
+        Args:
+            module: the module. Later changes of it have no effect.
+            leave_out: parameters, buffers and quantised tables that keep the module's values, as shell patterns of
+                their names: "over.*". The mirror must have all others.
+
+        Raises:
+            TypeError: `module` is not a torch module.
+            InvalidInput: `leave_out` is a string.
+            Contradiction: the module is scripted, traced or compiled ahead of time, cannot be copied, or has no
+                values for a tensor that is left out or not persistent.
+        """
+        check_type("SharedModule(module)", "module", module, nn.Module, remedy="the model, not its state_dict()")
+        if isinstance(leave_out, str):
+            raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
+        if compiled_modules(module) or any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+            raise Contradiction(
+                "the module is scripted, traced or compiled ahead of time, so its tensors cannot be replaced: "
+                "pass the module from which it was made"
+            )
+        self._structure = _Structure(module, tuple(leave_out))
+        self._bindings = deque[_Binding](maxlen=2)  # Of the two sides.
 
     def __call__(self, reading: SharedReading, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the tables of a version, in the block of `reading`.
 
         Raises:
+            NotFound: the mirror lacks tables of the module that are not left out.
             Contradiction: the module has a table in another type or shape, or with managed collision: use a
-                `TorchTarget` in this process, which keeps a copy. Or a quantised table has left the mirror.
+                `TorchTarget` in this process, which keeps a copy.
         """
+        binding = self._binding(reading)
+        module = binding.take()
+        try:
+            return module(*args, **kwargs)
+        finally:
+            binding.free.append(module)
+
+    def readiness(self, reader: SharedReader) -> Decision:
+        """Whether the replica behind the mirror is ready, and the module can use the tables that are served now.
+
+        Not for use in a block of `reading`.
+        """
+        decision = reader.readiness
+        if decision.yes:
+            try:
+                with reader.reading() as now:
+                    self._binding(now)
+            except DeltasyncError as error:
+                return Decision(False, str(error))
+        return decision
+
+    def _binding(self, reading: SharedReading) -> "_Binding":
+        # Without a lock, which a forked process could get locked. Two threads may both do the work.
         binding = next((each for each in self._bindings if each.tables is reading.tables), None)
         if binding is None:
-            binding = self._bind(reading)
+            binding = self._structure.over(reading)
             self._bindings.append(binding)
-        for tbe, rows in binding.quantised:
-            if getattr(tbe, _ROWS, None) is not rows:
-                _point(tbe, rows)
-        self._current = binding
-        return functional_call(self.module, binding.tensors, args, kwargs)
+        return binding
 
-    def _bind(self, reading: SharedReading) -> "_Binding":
+
+@dataclass(frozen=True, eq=False)
+class _Binding:
+    """The module over the tables of one side.
+
+    Attributes:
+        tables: the tables. They keep the memory mapped, because a TBE has only addresses in it.
+        module: the module, which is only copied.
+        free: copies that no call uses. There are as many as there were calls at the same time.
+    """
+
+    tables: Mapping[str, Values]
+    module: nn.Module
+    free: list[nn.Module] = field(default_factory=list)
+
+    def take(self) -> nn.Module:
+        """A copy for one call. It may keep state in its attributes, as some modules do."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return _copied(self.module, {})[0]
+
+
+class _Structure:
+    """A module without the values that come from the mirror."""
+
+    def __init__(self, module: nn.Module, leave_out: tuple[str, ...]) -> None:
+        self._leave_out = leave_out
+        memory, own = dict[int, torch.Tensor](), dict[tuple[int, int], Values]()
+        quantised = tables_in_tbes(module)
+        prefixes = tbe_prefixes(module, quantised)
+        transient = {
+            f"{owner}.{name}".removeprefix(".")
+            for owner, each in module.named_modules()
+            for name in each._non_persistent_buffers_set
+        }
+        for name, tensor in _tensors(module).items():
+            if name.startswith(prefixes):
+                # The collections' views of rows, which would keep the memory that the TBEs had at first.
+                if name in quantised:
+                    memory[id(tensor)] = torch.empty(0, dtype=torch.uint8)
+            elif name not in transient and not self._leaves_out(name):
+                # Nobody writes to it, so it takes no memory.
+                memory[id(tensor)] = _like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+            elif tensor.is_meta:
+                raise Contradiction(
+                    f"{name} is on the meta device and would not come from the mirror: give it values before"
+                )
+        for tbe in tbes_of(module):
+            if not any(each.is_meta for each in tbe.memory):
+                memory.update((id(each), torch.empty(each.shape, dtype=each.dtype)) for each in tbe.memory)
+        for name, shards in quantised.items():
+            for each in shards if self._leaves_out(name) else ():
+                own[id(each.tbe.module), each.index] = _compact(each.tbe.view(each.index), each)
+        self.module, memo = _copied(module, memory)
+        # Rows of quantised tables that are left out, by TBE and the index of the table in it.
+        self._own = {(id(memo[tbe]), index): rows for (tbe, index), rows in own.items()}
+
+    def over(self, reading: SharedReading) -> _Binding:
+        """The module over the tables of a version.
+
+        Raises:
+            NotFound: tables are missing.
+            Contradiction: the module cannot use the memory.
+        """
         specs = {each.name: each for each in reading.specs}
         binding, of_table = bind(self.module, list(specs.values())), tensors(reading)
-        problems: dict[str, DeltasyncError | str] = {
-            name: error for name, error in binding.problems.items() if isinstance(error, Contradiction)
-        }
-        found, in_memory = dict[str, torch.Tensor](), defaultdict[Any, dict[int, Values]](dict)
+        known, memory = _tensors(self.module), dict[int, torch.Tensor]()
+        in_tbes = defaultdict[int, dict[int, Values]](dict)
+        for (owner, index), rows in self._own.items():
+            in_tbes[owner][index] = rows
+        problems: list[DeltasyncError | str] = [
+            error
+            for name, error in binding.problems.items()
+            if isinstance(error, Contradiction) and not self._leaves_out(name)
+        ]
         for name, place in binding.places.items():
+            if self._leaves_out(place.name):
+                continue
             if isinstance(place, QuantisedRows):
                 for shard in place.shards:
                     if shard.scale_last:
-                        problems[name] = f"{shard.tbe.name} has scale and bias at the end of its rows"
+                        problems.append(f"{shard.tbe.name} has scale and bias at the end of its rows")
                     end = shard.row + shard.rows
-                    in_memory[shard.tbe.module][shard.index] = reading.tables[name][shard.row : end]
+                    in_tbes[id(shard.tbe.module)][shard.index] = reading.tables[name][shard.row : end]
             elif isinstance(place, Tensor) and not isinstance(place, CastTensor):
-                found[place.name] = of_table[name].view(named_tensor(self.module, place.name).shape)
+                tensor = known[place.name]
+                memory[id(tensor)] = _like(tensor, of_table[name].view(tensor.shape))
             else:
-                problems[name] = (
-                    f"table {name!r} has type {torch_type(specs[name])}, and the module needs a copy of it"
-                )
+                kind = torch_type(specs[name])
+                problems.append(f"table {name!r} has type {kind}, and the module needs a copy of it")
         if problems:
-            raise Contradiction(
-                f"the module cannot use the shared memory: {listed(map(str, problems.values()), 3)}"
+            raise Contradiction(f"the module cannot use the shared memory: {listed(map(str, problems), 3)}")
+        if lacking := [name for name in binding.stale if not self._leaves_out(name)]:
+            raise NotFound(
+                f"the mirror has no table for {listed(lacking)}: add them to the consumer's policy, or keep the "
+                "module's values, SharedModule(module, leave_out=[...])"
             )
-        quantised = list[tuple[Any, dict[int, Values]]]()
+        module, memo = _copied(self.module, memory)
         for tbe in tbes_of(self.module):
-            if (rows := in_memory[tbe.module]) or hasattr(tbe.module, _ROWS):
-                others = set(range(len(tbe.module.embedding_specs))) - rows.keys()
-                quantised.append((tbe.module, rows | {index: _own_rows(tbe, index) for index in others}))
-        _drop_views(self.module, {tbe for tbe, _ in quantised})
-        names = frozenset(place.name for place in binding.places.values())
-        return _Binding(reading.tables, found, quantised, names)
+            _point(memo[id(tbe.module)], in_tbes[id(tbe.module)])
+        return _Binding(reading.tables, module)
+
+    def _leaves_out(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._leave_out)
+
+
+def _copied(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
+    """Copy a module without its tensors: some are replaced, by identity, and the copy shares the others.
+
+    Returns:
+        The copy; and the copies of all parts of the module, by identity.
+    """
+    memo: dict[int, Any] = {id(each): each for each in all_tensors(module).values()} | dict(tensors)
+    try:
+        return copy.deepcopy(module, memo), memo
+    except Exception as error:
+        raise Contradiction(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under each of their names."""
+    parameters, buffers = module.named_parameters, module.named_buffers
+    return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
+
+
+def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values as a parameter, if the tensor is one."""
+    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
+
+
+def _compact(rows: torch.Tensor, shard: TbeShard) -> Values:
+    """A copy of a TBE's rows without padding, because rows in shared memory have none."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
+
+    _, _, dim, kind, _ = shard.tbe.module.embedding_specs[shard.index]
+    return rows.numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
 
 
 def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
@@ -124,39 +247,6 @@ def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the arrays cannot be written.
         return {name: torch.from_numpy(rows) for name, rows in reading.tables.items()}
-
-
-# Attributes of a TBE: the rows to which it points, which keeps their memory mapped, and its own rows.
-_ROWS, _OWN_ROWS = "_deltasync_rows", "_deltasync_own_rows"
-
-
-def _own_rows(tbe: Tbe, index: int) -> Values:
-    """A TBE's own rows of a table that is not in the memory, without padding.
-
-    Raises:
-        Contradiction: the table was in the memory before, and the TBE has given its own rows back.
-    """
-    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
-
-    own: dict[int, Values] = tbe.module.__dict__.setdefault(_OWN_ROWS, {})
-    if index not in own:
-        name, _, dim, kind, _ = tbe.module.embedding_specs[index]
-        if hasattr(tbe.module, _ROWS):
-            raise Contradiction(
-                f"table {name!r} is no longer in the mirror, and {tbe.name} has given its own rows back: make the "
-                "module anew"
-            )
-        own[index] = tbe.view(index).numpy()[:, : unpadded_row_size_in_bytes(dim, kind)].copy()
-    return own[index]
-
-
-def _drop_views(module: nn.Module, tbes: Collection[Any]) -> None:
-    """Drop the collections' views of TBEs' rows, which would keep the memory that the TBEs had at first."""
-    modules = dict(module.named_modules())
-    for name, shards in tables_in_tbes(module).items():
-        owner = modules.get(name.removesuffix(".weight"))
-        if owner is not None and hasattr(owner, "weight") and all(each.tbe.module in tbes for each in shards):
-            owner.weight = torch.empty(0, dtype=torch.uint8)
 
 
 def _point(module: Any, tables: Mapping[int, Values]) -> None:
@@ -173,4 +263,3 @@ def _point(module: Any, tables: Mapping[int, Values]) -> None:
     module.row_alignment = 1  # Rows in shared memory have no padding.
     module.weights_physical_offsets = [begins[index] - first for index in range(len(begins))]
     module.initialize_logical_weights_placements_and_offsets()
-    setattr(module, _ROWS, tables)

@@ -1,5 +1,6 @@
 """Tables with 64-bit keys, for bulk lookups and changes."""
 
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -12,21 +13,25 @@ from deltasync.kernels import keys as key_kernels
 
 # Makes an array of zeros of a shape and a type.
 Allocate: TypeAlias = Callable[[tuple[int, int], Any], NDArray[Any]]
-Slots = NDArray[np.int64]
 
 _FIRST_ROWS = 16
 _FIRST_SLOTS = 16
 
 
 class KeySlots:
-    """The slots of a `KeyIndex`, for lookups: a `Places`. Another process may fill them.
+    """A `KeyIndex` for lookups: a `Places`. Another process may fill it.
 
     Attributes:
-        slots: [n, 2] of keys and places, see `kernels.keys`.
+        array: [n + 1, 2], the slots and the salt, see `kernels.keys`.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self.slots = slots
+    def __init__(self, array: key_kernels.Index) -> None:
+        self.array = array
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Keys and places: [n, 2]."""
+        return self.array[:-1]
 
     def __len__(self) -> int:
         """The number of keys, which it counts."""
@@ -34,9 +39,15 @@ class KeySlots:
 
     def find(self, keys: Ids) -> Ids:
         """The places of keys ([n], in any order): int64 [n], -1 for missing keys."""
-        places = np.empty(len(keys), np.int64)
-        key_kernels.find(self.slots, np.ascontiguousarray(keys), places)
+        keys = np.ascontiguousarray(keys)
+        places = self._first_slots(keys)
+        key_kernels.find(self.array, keys, places)
         return places
+
+    def _first_slots(self, keys: Ids) -> Ids:
+        slots = np.empty(len(keys), np.int64)
+        key_kernels.first_slots(self.array, keys, slots)
+        return slots
 
     def items(self) -> tuple[Ids, Ids]:
         """All keys and their places: int64 [n] each, in no order."""
@@ -45,30 +56,30 @@ class KeySlots:
 
 
 class KeyIndex(KeySlots):
-    """A hash map from int64 keys to places, which are whole numbers from 0.
+    """A hash map from int64 keys to places, which are whole numbers from 0. Each has a random salt of its own.
 
     At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
     """
 
     def __init__(self, allocate: Allocate = np.zeros, keys: int = 0) -> None:
-        """Start empty, with room for `keys`. `allocate` makes the array of slots, and later larger ones."""
+        """Start empty, with room for `keys`. `allocate` makes its array, and later larger ones."""
         self._allocate = allocate
         self._keys = self._used = 0
         self._make_slots(keys)
         self._compile()
 
     @classmethod
-    def of(cls, slots: Slots, allocate: Allocate) -> "KeyIndex":
-        """An index over slots that another one filled."""
+    def of(cls, array: key_kernels.Index, allocate: Allocate) -> "KeyIndex":
+        """An index over an array that another one filled."""
         index = cls.__new__(cls)
-        index._allocate, index.slots = allocate, slots
-        index._keys = int(np.count_nonzero(slots[:, 1] >= 0))
-        index._used = int(np.count_nonzero(slots[:, 1] != key_kernels.EMPTY))
+        index._allocate, index.array = allocate, array
+        index._keys = int(np.count_nonzero(index.slots[:, 1] >= 0))
+        index._used = int(np.count_nonzero(index.slots[:, 1] != key_kernels.EMPTY))
         index._compile()
         return index
 
     def _compile(self) -> None:
-        for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
+        for each in (key_kernels.first_slots, key_kernels.find, key_kernels.put, key_kernels.remove):
             each.compile()  # Now, so that no reader waits for the compiler.
 
     def __len__(self) -> int:
@@ -81,12 +92,14 @@ class KeyIndex(KeySlots):
             items = self.items()
             self._make_slots(len(self) + len(keys))
             self.put(*items)
-        added, used = key_kernels.put(self.slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
+        keys, places = np.ascontiguousarray(keys), np.ascontiguousarray(places)
+        added, used = key_kernels.put(self.array, keys, self._first_slots(keys), places)
         self._keys, self._used = self._keys + added, self._used + used
 
     def remove(self, keys: Ids) -> None:
         """Remove keys ([n]); missing keys are ignored."""
-        self._keys -= key_kernels.remove(self.slots, np.ascontiguousarray(keys))
+        keys = np.ascontiguousarray(keys)
+        self._keys -= key_kernels.remove(self.array, keys, self._first_slots(keys))
 
     def with_room(self, keys: int, *, cleared: bool = False) -> "KeyIndex":
         """This index if it has room for this number of new keys, else a larger copy.
@@ -110,7 +123,8 @@ class KeyIndex(KeySlots):
 
     def _make_slots(self, keys: int) -> None:
         """Start again without keys, and with enough slots that this number of keys fills at most a third."""
-        self.slots = self._allocate((max(_FIRST_SLOTS, 1 << (3 * keys).bit_length()), 2), np.int64)
+        self.array = self._allocate((max(_FIRST_SLOTS, 1 << (3 * keys).bit_length()) + 1, 2), np.int64)
+        self.array[-1] = np.frombuffer(os.urandom(16), np.int64)
         self.clear()
 
 

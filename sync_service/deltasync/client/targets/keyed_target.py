@@ -12,7 +12,7 @@ from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.numpy_target import rows_at, staged_rows
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
 from deltasync.core.digests import RowDigests
-from deltasync.core.rows import Ids, Mask, RowBatch, Values, distinct
+from deltasync.core.rows import Ids, Mask, RowBatch, Values, distinct, members
 from deltasync.core.tables import TableKind, TableSpec, raw_ids_of
 
 # The entries of a map, see `core.tables`.
@@ -308,7 +308,8 @@ class RawIdChange:
     @property
     def erased(self) -> Ids:
         """The raw ids that no row has after the release: [m]."""
-        return raw_ids_of(np.setdiff1d(self.before[self.before != 0], self.after))
+        before = distinct(self.before[self.before != 0])
+        return raw_ids_of(before[~members(before, distinct(self.after))])
 
     def at(self, rows: Ids) -> Ids:
         """The indices of row ids in `rows`."""

@@ -356,7 +356,7 @@ def copy_of(module: nn.Module) -> nn.Module:
         made = copy.deepcopy(module, _memo(module))
     except Exception as error:
         raise _no_copy(f"{type(error).__name__}: {error}") from error
-    tensors, copies = _tensors(module), _tensors(made)
+    tensors, copies = all_tensors(module), all_tensors(made)
     if tensors.keys() != copies.keys():
         raise _no_copy(f"its copy has other tensors: {sorted(tensors.keys() ^ copies.keys())}")
     storages, owners = {_storage(each) for each in tensors.values()}, dict[int, int]()
@@ -371,7 +371,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 def _memo(module: nn.Module) -> dict[int, Any]:
     """Copies of tensors that `deepcopy` cannot copy: sharded tensors without a process group."""
     memo: dict[int, Any] = {}
-    for each in _tensors(module).values():
+    for each in all_tensors(module).values():
         if isinstance(each, ShardedTensorBase) and not hasattr(each, "_process_group"):
             memo[id(each)] = ShardedTensorBase._init_from_local_shards_and_global_metadata(
                 copy.deepcopy(each.local_shards(), memo), copy.deepcopy(each.metadata(), memo)
@@ -385,7 +385,7 @@ def _no_copy(why: str) -> Contradiction:
     )
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+def all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """All tensors of a module, also in plain attributes, as in quantised collections."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

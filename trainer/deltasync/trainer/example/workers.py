@@ -40,9 +40,7 @@ class MirroredModel(ServedModel):
         """Serve from the mirror to which `attach` attaches, also when its folder was removed and made anew."""
         super().__init__(one_process=False)
         self._attach, self._attached = attach, attach()
-        # Uninitialised parameters take no memory, because nobody writes to them.
-        self._model = SharedModule(ClickModel(sizes, torch.device("meta")).to_empty(device="cpu").eval())
-        self._names = {name for name, _ in self._model.module.named_parameters()}
+        self._model = SharedModule(ClickModel(sizes, torch.device("meta")).eval())
 
     @property
     def _reader(self) -> SharedReader:
@@ -52,18 +50,15 @@ class MirroredModel(ServedModel):
         return self._attached
 
     def scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
-        """See `ServedModel`. Only one thread may call this, because a call replaces the model's tensors."""
+        """See `ServedModel`."""
         try:
             return self._scores(batch)
         except TornTarget:  # It took longer than the mirror's limit, perhaps because the machine was busy.
             return self._scores(batch)
 
     def _scores(self, batch: ClickBatch) -> tuple[torch.Tensor, Reading]:
-        reader = self._reader
-        with reader.reading() as reading:
+        with self._reader.reading() as reading:
             _, (_, logits, _) = self._model(reading, batch)
-            if lacking := self._names - self._model.names:
-                raise NotFound(f"mirror {reader.name!r} has no table for {', '.join(sorted(lacking))}")
         return logits, reading
 
     def newest(self) -> Reading:
@@ -85,8 +80,8 @@ class MirroredModel(ServedModel):
 
     @property
     def readiness(self) -> Decision:
-        """Whether the mirror's replica is ready, and why."""
-        return self._reader.readiness
+        """Whether the mirror's replica is ready and has the model's tables, and why."""
+        return self._model.readiness(self._reader)
 
     @property
     def ready(self) -> bool:
