@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -38,6 +38,10 @@ class Trainer:
     def step_until(self, said: str) -> None:
         """Until that is the trouble; "" is none."""
         while said not in self.sync.trouble if said else self.sync.trouble:
+            self.step()
+
+    def step_for_ever(self) -> NoReturn:
+        while True:
             self.step()
 
     def step_until_refused(self) -> None:
@@ -186,7 +190,7 @@ def test_of_two_trainers_of_a_model_the_later_one_publishes(running: RunningServ
     later = Trainer(running)
     later.sync.flush(WAIT)
     with pytest.raises(RunRefused, match="which has taken over: stop run"):
-        trainer.step_until("which has taken over: stop run")
+        trainer.step_for_ever()
     assert trainer.sync.trouble.count(this_process()) == 2, "both are in this process"
     with pytest.raises(RunRefused, match="which has taken over: stop run"):
         trainer.sync.flush(WAIT)
