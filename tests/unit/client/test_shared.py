@@ -537,40 +537,63 @@ def test_names_that_nobody_else_accepts_are_refused(folder: Path, name: str) -> 
     assert list(folder.iterdir()) == []
 
 
-@given(st.data())
-def test_a_damaged_control_file_is_an_error_that_names_it(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        target = SharedTarget("m", CONSUMER, directory=name)
-        model = KeyedModel()
-        model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
-        target.apply(model.release(0, resync=True))
-        target.close()
-        control = np.memmap(layout.folder_of("m", Path(name)) / layout.CONTROL, np.uint8, "r+")
-        tables = layout.side_offset(0) + layout.SIDE.itemsize
-        where = st.one_of(
-            st.integers(64, layout.HEADER_BYTES - 1),
-            st.integers(layout.side_offset(0) + 8, tables - 1),
-            st.integers(tables, tables + len(TABLES) * layout.TABLE.itemsize),
-        )
-        for _ in range(data.draw(st.integers(1, 4))):
-            control[data.draw(where)] = data.draw(st.integers(0, 255))
-        for use in (read_all, lambda name: SharedTarget("m", CONSUMER, directory=name).close()):
-            with suppress(StorageFailed, InvalidInput, ServiceUnavailable, NotFound, Contradiction):
-                use(name)
-        del control
-        gc.collect()  # Each mirror has dozens of descriptors.
+FIELDS = {
+    "name": b"\xff",
+    "dtype": b"garbage",
+    "kind": b"\x09",
+    "dim": b"\0" * 4,
+    "rows": b"\xff" * 8,
+    "index_slots": b"\x03\0",
+}
 
 
-def read_all(directory: str) -> None:
+@pytest.mark.parametrize("field", [*FIELDS, "history", "kept"])
+def test_a_damaged_control_file_is_an_error_that_names_it(folder: Path, field: str) -> None:
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    target.apply(release_of(1, 1.0, resync=True))
+    target.close()
+    side = layout.side_offset(1)  # The first release is written there.
+    in_table = field in FIELDS
+    places = (layout.TABLE if in_table else layout.SIDE).fields
+    assert places
+    control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, np.uint8, "r+")
+    at = side + in_table * layout.SIDE.itemsize + places[field][1]
+    damage = FIELDS.get(field, b"\xff")
+    control[at : at + len(damage)] = np.frombuffer(damage, np.uint8)
+    reader = SharedReader("m", directory=folder)
+    for _ in range(2):
+        with pytest.raises(StorageFailed, match=r"control cannot be used \(.*: if it is damaged, stop the mirror"):
+            read_all(reader)
+        with pytest.raises(InvalidInput, match=r"control is missing or damaged \(.*remove the folder"):
+            SharedTarget("m", CONSUMER, directory=folder)
+
+
+def test_no_damage_of_the_control_file_is_more_than_an_error(folder: Path) -> None:
+    target, model, random = SharedTarget("m", CONSUMER, directory=folder), KeyedModel(), np.random.default_rng(0)
+    model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
+    target.apply(model.release(0, resync=True))
+    target.close()
+    control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, np.uint8, "r+")
+    whole, side = control.copy(), layout.side_offset(1)
+    ends = side + layout.SIDE.itemsize + len(TABLES) * layout.TABLE.itemsize
+    places = np.concatenate([np.arange(64, layout.HEADER_BYTES), np.arange(side + 8, ends)])
+    for _ in range(300):
+        at = random.choice(places, 3)
+        control[at] = random.integers(0, 256, 3)
+        with suppress(StorageFailed, ServiceUnavailable, NotFound):
+            read_all(SharedReader("m", directory=folder))
+        control[at] = whole[at]
+
+
+def read_all(reader: SharedReader) -> None:
     """Use everything that a reader offers."""
-    reader = SharedReader("m", directory=directory)
     assert isinstance(reader.model, str)
     assert isinstance(reader.readiness.yes, bool)
     reader.version()
-    for table in TABLES:
-        reader.lookup_keys(table.name, np.arange(ROWS))
     with reader.reading() as now:
         assert len(now.specs) == len(now.tables)
+    for each in now.specs:
+        reader.lookup_keys(each.name, np.arange(ROWS))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short"])

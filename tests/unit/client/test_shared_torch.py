@@ -212,8 +212,24 @@ def test_readiness_includes_whether_the_module_can_use_the_tables(folder: Path) 
     target.close()
 
 
+def traced(module: nn.Module) -> nn.Module:
+    made: nn.Module = torch.jit.trace(module, IDS)  # type: ignore[no-untyped-call]
+    return made
+
+
+class Lockable:
+    """Cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self.lock:
+            pass
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("made", [lambda part: torch.jit.trace(part, IDS), torch.jit.script])
+@pytest.mark.parametrize("made", [traced, torch.jit.script])
 def test_scripted_and_traced_modules_are_refused(made: Callable[[nn.Module], nn.Module]) -> None:
     for module in (made(nn.Embedding(3, 2)), nn.Sequential(made(nn.Embedding(3, 2)))):
         with pytest.raises(Contradiction, match="is scripted, traced or compiled ahead of time"):
@@ -222,7 +238,7 @@ def test_scripted_and_traced_modules_are_refused(made: Callable[[nn.Module], nn.
 
 def test_a_module_that_cannot_be_copied_is_refused() -> None:
     module = Pair()
-    module.lock = threading.Lock()
+    module.between = Lockable().wait
     with pytest.raises(Contradiction, match=r"the module cannot be copied: TypeError: cannot pickle"):
         SharedModule(module)
 

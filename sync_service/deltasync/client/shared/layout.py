@@ -164,7 +164,9 @@ def spec_of(described: Any) -> TableSpec:
         if (value_type := ValueType.of_number(int(described["value_type"]))) is not None:
             table_dim = int(described["table_dim"])
             return ReplicaSpec(name, rows, dim, dtype, value_type=value_type, table_dim=table_dim)
-        return TableSpec(name, rows, dim, dtype, kind or TableKind.EMBEDDING, described["of"].decode())
+        if kind is None:
+            raise ValueError(f"table {name!r} is of kind {described['kind']}")
+        return TableSpec(name, rows, dim, dtype, kind, described["of"].decode())
     except (TypeError, ValueError) as error:
         raise ValueError(f"its description of a table is damaged: {error}") from error
 
