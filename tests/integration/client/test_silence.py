@@ -14,7 +14,7 @@ from deltasync.client import Endpoint, Subscriber
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    with RunningService(tmp_path_factory.mktemp("service"), silence_seconds=1.0) as service:
+    with RunningService(tmp_path_factory.mktemp("service"), silence_seconds=2.0) as service:
         yield service
 
 
@@ -38,10 +38,9 @@ def test_both_sides_of_a_dead_connection_notice_and_go_on(service: RunningServic
         replica.wait_for(head, WAIT)
         wait_until_in_sync(service, "predictors", head)
         assert target.bytes() == trainer.expected()
-        assert "has sent nothing for 1 s" in replica.connection.last_error
-        assert "has sent nothing for 1 s" in trainer.publisher.connection.last_error
-        assert len(before) == 2
-        assert len({*proxy.peers}) == 4, "each stream has its own connection"
+        assert "has sent nothing for 2 s" in replica.connection.last_error
+        assert "has sent nothing for 2 s" in trainer.publisher.connection.last_error
+        assert not {*before} & {*proxy.peers[len(before) :]}, "a new stream has a new connection"
 
 
 def test_an_idle_publisher_and_the_service_notice_that_its_connection_is_dead(
@@ -51,9 +50,9 @@ def test_an_idle_publisher_and_the_service_notice_that_its_connection_is_dead(
         trainer.publish_all()
         proxy.fall_silent()
         wait_for(lambda: not trainer.publisher.connection.connected)
-        assert "has sent nothing for 1 s" in trainer.publisher.connection.last_error
+        assert "has sent nothing for 2 s" in trainer.publisher.connection.last_error
         (rank,) = wait_for(lambda: [each for each in ranks_of(service) if not each["connected"]])
-        assert rank["left"] == "nothing has come from it for 1 s"
+        assert rank["left"] == "nothing has come from it for 2 s"
         trainer.change(1)
         assert trainer.publisher.connection.connected
 
@@ -63,8 +62,8 @@ def test_a_replica_whose_stream_is_dead_counts_as_away(service: RunningService, 
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         events = len(lost(service))
         proxy.fall_silent()
-        (event,) = wait_for(lambda: lost(service)[events:])
-        assert event == "nothing has come from it for 1 s"
+        event, *_ = wait_for(lambda: lost(service)[events:])
+        assert event == "nothing has come from it for 2 s"
 
 
 def test_a_service_that_answers_nothing_is_given_up_after_the_timeout_of_the_endpoint(
