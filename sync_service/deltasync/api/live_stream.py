@@ -73,7 +73,7 @@ class LiveStream(Generic[Request]):
         seconds = self._alive.alive.within_seconds
         while stream and missed <= _MESSAGES:
             await asyncio.sleep(seconds / _MESSAGES)
-            if self._sent == sent and not self._writing.locked():
+            if self._received and self._sent == sent and not self._writing.locked():
                 await self._write(self._alive)
             sent = self._sent
             # Count intervals, because after a pause of this whole process a clock would count the pause too.
