@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import publish, send, view_of
-from tests.support.log import log_of
 from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
 
