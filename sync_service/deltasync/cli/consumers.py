@@ -199,9 +199,9 @@ def follow_version(
 ) -> None:
     """Let the replicas of consumer NAME hold exactly a kept version while training continues.
 
-    With --after and --behind they get the newest kept version that every replica of another consumer has proven
-    for that long without an objection (`consumers object`), and later ones by themselves. Use it to try versions
-    on a small fleet first. --version then names the first one.
+    With --after and --behind they get the newest kept version that every replica of another consumer has held
+    exactly, if these have gone on for that long since without an objection (`consumers object`); and later ones
+    by themselves. Use it to try versions on a small fleet first. --version then names the first one.
 
     An older version is a rollback: the replicas get the rows that differ, whatever the policy holds back. The
     service needs memory for one more copy of the tables while it makes the release, and from then on for the rows

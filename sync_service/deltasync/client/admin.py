@@ -113,8 +113,8 @@ class Admin:
     ) -> str:
         """Let a consumer follow another one at a distance.
 
-        Its replicas get the newest kept version that all replicas of the other consumer have proven for that long
-        without an objection.
+        Its replicas get the newest kept version that all replicas of the other consumer have held exactly, if
+        these have gone on for that long since without an objection.
 
         Args:
             consumer: the name of the consumer.
@@ -122,13 +122,13 @@ class Admin:
             behind_seconds: the distance.
             on_objection: whether to stay at the version on an objection, or to go back to the one before.
             version: the first version; empty = the one that it follows, or the newest one that the other consumer
-                has proven for long enough.
+                allows.
 
         Returns:
             What it follows now, in words.
 
         Raises:
-            NotFound: no such consumer or kept version, or none is proven for long enough.
+            NotFound: no such consumer or kept version, or the other consumer allows none yet.
             Contradiction: both would follow each other, or they have different models.
             InvalidInput: the distance is longer than the service stores what consumers served.
         """

@@ -1,4 +1,4 @@
-"""Which versions consumers follow: kept ones, or those that another consumer has proven; and objections."""
+"""Which kept versions consumers follow, perhaps behind another consumer, and objections to what one serves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,7 @@ class Distance:
 
     Attributes:
         after: the name of the other consumer.
-        behind_seconds: how long all of its replicas must go on after a version without an objection.
+        behind_seconds: how long its replicas must go on since all of them held a version, without an objection.
         on_objection: `stay` at the version, or go `back` to the one before.
         before: the version before the present one; None at the start, and after it went back.
 

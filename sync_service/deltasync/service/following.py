@@ -74,11 +74,11 @@ class Following:
         """Let a consumer follow another one at a distance.
 
         It begins at `version`; without one at the kept version that it follows, or at the newest one that the
-        other consumer has proven for long enough.
+        other consumer allows.
 
         Raises:
             NotFound: there is no such consumer, or no such kept version of its model; or none that the other
-                consumer has proven for long enough.
+                consumer allows yet.
             Contradiction: both would follow each other, or they have different models; or the version belongs to a
                 past that the model has discarded; or another request has changed meanwhile what it follows.
             InvalidInput: the distance is longer than the history of consumers.
@@ -103,13 +103,13 @@ class Following:
                 first, why = consumer.follows.kept, "where it is"
             else:
                 lines = await self._lines(distance)
-                proven, why = next_version(None, distance, kept, lines, other.objection)
-                if proven is None:
+                found, why = next_version(None, distance, kept, lines, other.objection)
+                if found is None:
                     raise NotFound(
                         f"no kept version of model {model.name!r} can be the first for consumer {name!r}: {why}; "
                         "wait, or name the first one with --version"
                     )
-                first = proven
+                first = found
             follows = Follow(first, self._clock().unix_ns, by, distance)
             return await self._change(
                 consumer, model, before, follows, f"{first.words}, {distance.words}: {why}", by

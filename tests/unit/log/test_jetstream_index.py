@@ -52,6 +52,8 @@ def test_it_has_what_was_written_and_not_dropped(steps: list[tuple[Any, ...]]) -
             index.note_fence()
     found = [pair for stream in index.streams() for pair in index.between(stream, 0, 10)]
     assert found == sorted(records.items())
+    for stream in ("cuts/m", "seals/m", "none/m"):
+        assert index.newest(stream) == max((each.number for each in records if each.stream == stream), default=0)
     assert index.small == {name: value for name, value in small.items() if value is not None}
     assert index.bytes == 7 * sum(map(len, records.values()))
 

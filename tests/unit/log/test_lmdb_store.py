@@ -37,6 +37,16 @@ def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:
     return [(record.number, record.index) for record in log.read(stream)]
 
 
+def test_the_newest_number_is_that_of_the_stream_alone(log: LmdbStore) -> None:
+    assert log.newest("history/a") == 0
+    for stream, number in (("history/a", 3), ("history/ab", 9), ("cuts/m", 5), ("history/a", 7)):
+        log.append(stream, number, 0, 0, b"line").result(TIMEOUT)
+    streams = ("cuts/m", "history/a", "history/ab", "history/b", "a", "z")
+    assert [log.newest(each) for each in streams] == [5, 7, 9, 0, 0, 0]
+    log.truncate("history/a", 7).result(TIMEOUT)
+    assert log.newest("history/a") == 0
+
+
 @pytest.mark.parametrize("before", [None, b"", "a log"])
 def test_a_log_that_could_not_be_made_or_opened_is_at_the_next_start(
     options: LogOptions, monkeypatch: pytest.MonkeyPatch, before: bytes | str | None

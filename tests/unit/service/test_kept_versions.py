@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import publish, send
+from tests.support.local_service import SetClock, publish, send
 from tests.support.seals import sealed
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
@@ -15,6 +15,8 @@ from deltasync.base.errors import Contradiction, InvalidInput, NotFound, Storage
 from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.consumers.follow import Distance
+from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.kept_versions import outdated
 from deltasync.service.options import ServiceOptions
@@ -116,21 +118,86 @@ async def test_the_last_listing_costs_no_reading_and_has_every_change(
     assert service.versions.listed() == {MODEL: [second]} == {MODEL: reading(service.models[MODEL].checkpoints)}
 
 
+CLOCK = SetClock()
+
+
+@in_service(keep_every_seconds=5.0, keep_last=1, keep_for_seconds=3600.0, clock=CLOCK)
+async def test_a_clock_that_is_wrong_for_a_while_releases_no_young_version(service: Service) -> None:
+    session = await publish(service)
+    for step in range(2, 8):
+        CLOCK.set_ahead(7200.0 if step == 5 else 0.0)
+        await cut(session, step)
+        for _ in range(6):
+            CLOCK.wait(1.0)
+            await service.versions.look()
+    assert [each.version for each, _ in await service.versions.kept(MODEL)] == [2, 3, 4, 5, 6, 7]
+
+
+CANARY_CLOCK = SetClock()
+
+
+@in_service(keep_every_seconds=5.0, clock=CANARY_CLOCK)
+async def test_a_schedule_keeps_what_the_canary_holds(service: Service) -> None:
+    """But a canary that never holds the newest version does not stop it."""
+    session = await publish(service)
+    canary = await service.consumers.create("canary", MODEL, Policy())
+    await service.consumers.create("fleet", MODEL, Policy())
+    await service.versions.keep(MODEL, "first")
+    await service.following.follow_consumer("fleet", Distance("canary", 60.0), "first")
+    replica = service.registry.connect(canary, "a", asyncio.Event(), "process")
+
+    async def wait(seconds: int) -> list[int]:
+        for _ in range(seconds):
+            CANARY_CLOCK.wait(1.0)
+            await service.histories.look()
+            await service.versions.look()
+        return [each.version for each, _ in await service.versions.kept(MODEL)]
+
+    def prove() -> None:
+        service.registry.acknowledge(canary, replica, service.models[MODEL].position)
+        replica.checked = True
+
+    prove()
+    await cut(session, 2)
+    assert await wait(8) == [1]
+    await cut(session, 3)
+    prove()
+    assert await wait(1) == [1, 3]
+    await cut(session, 4)
+    assert await wait(9) == [1, 3]
+    assert await wait(2) == [1, 3, 4]
+
+
 @pytest.mark.parametrize(
-    ("keep_last", "keep_for_seconds", "behind_seconds", "old"),
+    ("keep_last", "keep_for_seconds", "behind_seconds", "ahead", "watched", "old"),
     [
-        (2, 0.0, 0.0, [1, 2]),
-        (5, 0.0, 0.0, []),
-        (1, 2.5, 0.0, [1]),
-        (1, 9.0, 0.0, []),
-        (1, 0.0, 1.25, [1]),
+        (2, 0.0, 0.0, 0, 4.0, [1, 2]),
+        (5, 0.0, 0.0, 0, 4.0, []),
+        (1, 2.5, 0.0, 0, 4.0, [1]),
+        (1, 9.0, 0.0, 0, 4.0, []),
+        (1, 0.0, 1.25, 0, 4.0, [1]),
+        (1, 2.5, 0.0, 0, 3.0, []),
+        (1, 2.5, 0.0, -2, 4.0, []),
+        (1, 2.5, 0.0, 7200, 4.0, [1]),
+        (2, 0.0, 0.0, -7200, 4.0, [1, 2]),
     ],
 )
 def test_versions_of_the_schedule_are_outdated_by_number_and_age(
-    tmp_path: Path, keep_last: int, keep_for_seconds: float, behind_seconds: float, old: list[int]
+    tmp_path: Path,
+    keep_last: int,
+    keep_for_seconds: float,
+    behind_seconds: float,
+    ahead: int,
+    watched: float,
+    old: list[int],
 ) -> None:
+    """The age counts by the wall clock, which may be wrong, and by the time that services watched the model."""
     options = ServiceOptions(data_dir=tmp_path, keep_last=keep_last, keep_for_seconds=keep_for_seconds)
     version = KeptVersion(model=MODEL, name="", id="i", seal=sealed(1), bytes=1, kept_unix_ns=0, by="me")
-    kept = [replace(version, seal=sealed(each), kept_unix_ns=int(each * 1e9)) for each in (1, 2, 3, 4)]
+    kept = [
+        replace(version, seal=sealed(each), kept_unix_ns=each * 10**9, watched_seconds=float(each))
+        for each in (1, 2, 3, 4)
+    ]
     named = replace(version, name="mine")
-    assert [each.version for each in outdated([named, *kept], options, behind_seconds, int(4e9))] == old
+    now = (4 + ahead) * 10**9
+    assert [each.version for each in outdated([named, *kept], options, behind_seconds, now, watched)] == old

@@ -22,7 +22,6 @@ from deltasync.checkpoints.file_storage import Place, PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import BACK, LIVE, Distance
-from deltasync.consumers.serving_history import HistoryLine, history_stream, pack_line
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
@@ -105,11 +104,13 @@ def rows_of(service: Service, consumer: str = "") -> list[bytes]:
     return [table.rows.tobytes() for table in tables]
 
 
-async def prove(service: Service, consumer: str, version: int) -> None:
-    """The replicas of a consumer have proven a version for a second."""
-    line = HistoryLine(unix_ns=time.time_ns() - 10**9, replicas={"a": version})
-    stream = history_stream(consumer)
-    await asyncio.wrap_future(log_of(service).append(stream, line.unix_ns, 0, 0, pack_line(line)))
+async def prove(service: Service, consumer: str) -> None:
+    """A replica of a consumer proves the newest version, and the service sees it."""
+    canary = service.registry.get(consumer)
+    replica = service.registry.connect(canary, "a", asyncio.Event(), "process")
+    service.registry.acknowledge(canary, replica, service.models[MODEL].position)
+    replica.checked = True
+    await service.histories.look()
 
 
 @asynccontextmanager
@@ -217,7 +218,7 @@ async def test_a_follower_goes_on_and_back_without_storage(
     one = rows_of(service, "fleet")
     await change(session, 2)
     await service.versions.keep(MODEL, "two")
-    await prove(service, "canary", 2)
+    await prove(service, "canary")
     async with asyncio.timeout(10):
         with getattr(storage, fault)():
             async with going_on(service, monkeypatch):
