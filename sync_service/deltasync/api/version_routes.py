@@ -1,8 +1,11 @@
 """Kept versions over HTTP."""
 
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from deltasync.access.roles import author
 from deltasync.api.operation_routes import Collaborators
@@ -46,11 +49,12 @@ def version_routes(on: Collaborators) -> APIRouter:
     """The routes of kept versions."""
     router, versions = APIRouter(), on.versions
 
-    @router.get("/models/{name}/versions")
-    async def kept_versions(name: str) -> list[KeptLine]:
+    @router.get("/models/{name}/versions", response_model=list[KeptLine])
+    async def kept_versions(name: str) -> Response:
         """The kept versions of a model, oldest first."""
         kept, followers = await versions.kept(name), versions.followers_of(name)
-        return [_line(each, own_bytes, followers.get(each.id, [])) for each, own_bytes in kept]
+        # In a thread, and line by line, because cuts must not wait for thousands of lines.
+        return Response(await asyncio.to_thread(_json, kept, followers), media_type="application/json")
 
     @router.post("/models/{name}/versions", openapi_extra=_KEEP)
     async def keep(name: str, request: Request) -> KeptLine:
@@ -80,6 +84,11 @@ def version_routes(on: Collaborators) -> APIRouter:
         return RollbackLine(name, position.number)
 
     return router
+
+
+def _json(kept: Sequence[tuple[KeptVersion, int | None]], followers: Mapping[str, list[str]]) -> str:
+    lines = (vars(_line(each, own_bytes, followers.get(each.id, []))) for each, own_bytes in kept)
+    return f"[{','.join(map(json.dumps, lines))}]"
 
 
 def _line(kept: KeptVersion, own_bytes: int | None, followers: list[str]) -> KeptLine:

@@ -247,10 +247,10 @@ class Checkpoints:
         upto = list(newest)[-1:] if log.refusing else list(newest)[-2:-1]
         if upto and log.shared == remote:
             before = model.store.dropped
-            await asyncio.to_thread(model.truncate_log, upto[0], self._views.of_model(model))
+            await in_own_thread(model.truncate_log, upto[0], self._views.of_model(model))
             if log.refusing:
                 if model.store.dropped == before:
-                    await asyncio.to_thread(model.store.keep_fewer_seals, upto[0].version)
+                    await in_own_thread(model.store.keep_fewer_seals, upto[0].version)
                 state.made_room = time.monotonic()
                 log.refusing = False  # If there is still no room, the log refuses the next write.
                 for coordinator in self._models.publishers():

@@ -1,6 +1,5 @@
 """Takes over and gives up models on logs that the processes of a cluster share."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -84,9 +83,9 @@ class Hosting:
             StorageFailed: its log or its checkpoints cannot be reached or read.
         """
         self._owned.add(model)
-        log = self._open[model] = await asyncio.to_thread(self._logs.open, model, owner)
+        log = self._open[model] = await in_own_thread(self._logs.open, model, owner)
         recorded = await in_own_thread(self._recorded, log)
-        self._registry.have(await asyncio.to_thread(recorded_consumers, log), log)
+        self._registry.have(await in_own_thread(recorded_consumers, log), log)
         if record := recorded.get(model):
             self._models.recovering[model] = record
             await self._recovery.model(model)
@@ -99,20 +98,20 @@ class Hosting:
             return
         self._registry.end_streams(model)  # Now, because they report a newest version that may be outdated.
         log = self._open.get(model)
-        written = self._models.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
+        written = self._models.owners.confirmed and await in_own_thread(self._logs.lost, model) is None
         written = written and not (log and log.volume.trouble)
         if not written:  # First, because tasks would otherwise wait for writes that cannot succeed.
-            await asyncio.to_thread(self._logs.close_log, model, written=False)
+            await in_own_thread(self._logs.close_log, model, written=False)
         await self._let_go(model, partial(self._gone, model, reason), written=written)
         if written:
-            await asyncio.to_thread(self._logs.close_log, model, written=True)
+            await in_own_thread(self._logs.close_log, model, written=True)
         self._owned.discard(model)
 
     async def forget(self, model: str) -> None:
         """Remove the log of a model that was deleted, or was never published."""
         await self._let_go(model, partial(self._gone, model, "it was deleted"), written=True)
-        await asyncio.to_thread(self._logs.close_log, model, written=True)
-        await asyncio.to_thread(self._logs.delete, model)
+        await in_own_thread(self._logs.close_log, model, written=True)
+        await in_own_thread(self._logs.delete, model)
         self._owned.discard(model)
 
     async def save(self, model: str) -> None:
@@ -129,13 +128,13 @@ class Hosting:
         Raises:
             StorageFailed: brokers do not answer.
         """
-        return await asyncio.to_thread(self._logs.known_models)
+        return await in_own_thread(self._logs.known_models)
 
     async def look_after(self) -> None:
         """Give up models whose logs are lost, and remove files of models that other processes own."""
-        await asyncio.to_thread(self._remove_checkpoints)
+        await in_own_thread(self._remove_checkpoints)
         for model in sorted(self._owned):
-            error = await asyncio.to_thread(self._logs.lost, model)
+            error = await in_own_thread(self._logs.lost, model)
             if error and model in self._owned:
                 self._events.emit(EventKind.FAILED, "this process has lost its log", error, model=model)
                 await self._models.owners.lost(model, str(error))

@@ -267,7 +267,7 @@ class Models(Mapping[str, Model]):
                     await coordinator.retire(refusal)
             finally:
                 await self.drop(model)
-            await asyncio.to_thread(model.store.retire)
+            await in_own_thread(model.store.retire)
         finally:
             self._ending.discard(model)
             model.tables.drop()  # Streams may keep a reference to the model for a while.
@@ -354,7 +354,7 @@ class Publishing:
                     # Repeated on every open: after a failure, replicas would get the tables without their policy.
                     await models.make_views(models[name])
                     return ranks_of(models, name)
-                if name in models.opened or not await asyncio.to_thread(
+                if name in models.opened or not await in_own_thread(
                     removal_noted, models.storage.logs.of(name), name
                 ):
                     return self._open(name)
@@ -458,7 +458,7 @@ class Publishing:
             await coordinator.retire()
             await self._models.end(model)
             # Keep its checkpoints: they may be all that is left of a model that this log lost.
-            await asyncio.to_thread(remove_records, model.log, model.name)
+            await in_own_thread(remove_records, model.log, model.name)
         except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
             text = "an abandoned cut could not be removed; the next start removes it"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)

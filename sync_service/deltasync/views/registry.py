@@ -11,6 +11,7 @@ from itertools import islice
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.events import EventKind, Events, error_text
+from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import backoff, first_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import Follow
@@ -193,12 +194,12 @@ class ViewRegistry:
         views = list[View]()
         for consumer in consumers:
             try:
-                record = await asyncio.to_thread(ViewLog(model.log, consumer.name).view)
+                record = await in_own_thread(ViewLog(model.log, consumer.name).view)
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
                 self._tell_lost(consumer, str(error))
-                await asyncio.to_thread(ViewLog(model.log, consumer.name).discard)
+                await in_own_thread(ViewLog(model.log, consumer.name).discard)
                 continue
             if record is not None:
                 views.append(View(consumer.name, model, record))
@@ -236,7 +237,7 @@ class ViewRegistry:
             await self._add(consumer, await self._new(consumer, model))
 
     async def _new(self, consumer: Consumer, model: Model) -> View:
-        await asyncio.to_thread(ViewLog(model.log, consumer.name).discard)  # Remove records of an earlier view.
+        await in_own_thread(ViewLog(model.log, consumer.name).discard)  # Remove records of an earlier view.
         return View(consumer.name, model)
 
     async def _add(self, consumer: Consumer, view: View) -> None:
@@ -254,7 +255,7 @@ class ViewRegistry:
         """Remove the view of a consumer, if it has one."""
         if entry := self._entries.pop(name, None):
             await _stop(entry)
-            await asyncio.to_thread(ViewLog(entry.view.model.log, name).discard)
+            await in_own_thread(ViewLog(entry.view.model.log, name).discard)
 
     async def give_up(self, model: Model) -> None:
         """Stop the views of a model. The log keeps their records."""

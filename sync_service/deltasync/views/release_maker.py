@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.errors import StorageFailed
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.core.policy import Policy
@@ -86,7 +87,7 @@ class ReleaseMaker:
         self.state = state
         if state.newest:
             try:
-                heads = await asyncio.to_thread(self._log.heads_before, state.record)
+                heads = await in_own_thread(self._log.heads_before, state.record)
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:  # This only affects replicas that were away, which get more rows.
@@ -144,7 +145,7 @@ class ReleaseMaker:
         if state.described == self.state.described:
             del record["tables"]
         try:
-            await asyncio.to_thread(self._log.write, record, ids, None if self.state.head else view)
+            await in_own_thread(self._log.write, record, ids, None if self.state.head else view)
         except StorageFailed:
             self._refused = True
             raise

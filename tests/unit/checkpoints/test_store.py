@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
+from tests.support.controlled_storage import ControlledStorage
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
@@ -502,3 +503,23 @@ def test_object_storage_has_the_same(world: Checkpointed, memory: Place, tmp_pat
         loaded(CheckpointStore(MODEL, Place(str(tmp_path / "empty"))), made[-1])
     world.store.remove_all()
     assert memory.names(f"{MODEL}/data") == memory.names(f"{MODEL}/manifests") == []
+
+
+def test_storage_that_alters_files_gets_a_few_of_them_and_not_all(world: Checkpointed, tmp_path: Path) -> None:
+    storage = ControlledStorage("alters")
+    storage.alter = lambda content: b"%x\r\n" % len(content) + content
+    world.store = CheckpointStore(MODEL, Place(str(tmp_path / "checkpoints")), Place(storage.url))
+    world.model.add("large", 1000, 16)
+    world.model.change("large", 1.0)
+    for _ in range(20):
+        world.model.change("user", 0.05)
+        made = world.write()
+    assert len(made.files) > 20
+    for _ in range(2):
+        storage.calls.clear()
+        with pytest.raises(NotCopied, match=r"has \d+ bytes, \d+ were written"):
+            world.store.copy_to_remote(made)
+        assert storage.calls["put"] < 10
+    storage.alter = lambda content: content
+    world.store.copy_to_remote(made)
+    assert CheckpointStore(MODEL, Place(storage.url)).verify() == []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.controlled_storage import ControlledStorage
 from tests.support.local_service import backups, opened, publish, send, sources, view_of
+from tests.support.log import held_up, log_of
 from tests.support.wire import part
 
 from deltasync.base.errors import StorageFailed
@@ -114,6 +115,26 @@ def test_nothing_else_waits_for_silent_storage(tmp_path: Path, storage: Controll
                 assert position.number == 5
 
     scenario(tmp_path, work, checkpoints=storage.url)
+
+
+def test_nothing_else_waits_for_a_log_that_takes_no_writes(tmp_path: Path) -> None:
+    async def work(service: Service) -> None:
+        await publish(service)
+        names = [f"ranked-{each}" for each in range(MANY)]
+        for name in names:
+            await service.consumers.create(name, MODEL, Policy(top_k=5))
+        with held_up(log_of(service)):
+            before = log_of(service).queue.bytes
+            for name in names:
+                connect(service, name)
+            await until(lambda: log_of(service).queue.bytes > before)
+            answers = Answers(sources(service))
+            for _ in range(20):
+                assert len(await answers.lags()) == MANY
+            assert b"deltasync_head_version" in await answers.metrics()
+        await until(lambda: all(view_of(service, each).position.number for each in names))
+
+    scenario(tmp_path, work)
 
 
 def test_a_call_beyond_its_deadline_is_an_error_and_an_event_and_later_ones_fail_at_once(

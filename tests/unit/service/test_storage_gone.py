@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import publish, run, send, view_of
-from tests.support.log import log_of
 from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
 
