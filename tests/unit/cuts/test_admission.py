@@ -184,3 +184,21 @@ async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_
         await join(service, run="here", started=2 * HOUR)
         with pytest.raises(Contradiction, match="run behind began before run here"):
             await join(service, run="behind", started=HOUR)
+
+
+@pytest.mark.parametrize(
+    ("claim", "seal", "takes_changes", "yes", "since"),
+    [
+        (Position(A, 5, HEAD.checksum), HEAD.checksum, True, True, 5),
+        (Position(A, 3, 7), 7, True, True, 3),
+        (Position(A, 5, HEAD.checksum), HEAD.checksum, False, False, None),
+        (Position(A, 6, 9), 0, True, False, None),
+    ],
+)
+def test_a_run_that_continues_must_also_send_the_rows_that_damage_has_cost(
+    claim: Position, seal: int, takes_changes: bool, yes: bool, since: int | None
+) -> None:
+    lacks = "2 rows of table 'user' (3 to 4)"
+    decision = continues(Run("a", 1, 1), claim, A, HEAD, seal, takes_changes=takes_changes, lacks=lacks)
+    assert (decision.yes, decision.since) == (yes, since)
+    assert (lacks in decision.reason) is (claim.number <= 5)
