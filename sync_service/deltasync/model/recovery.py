@@ -238,7 +238,8 @@ class Recovery:
             self._note_problem(str(error))
             return None
         for problem in self._lost.problems:
-            self._note_problem(problem)
+            if not any(problem in known for known in self.problems):
+                self._note_problem(problem)
         dirty, incomplete = dict[TableKey, tuple[Ids, Stamps]](), {key.owner for key in self._lost.rows}
         try:
             dirty = self._checkpoints.dirty(manifest)

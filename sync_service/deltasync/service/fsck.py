@@ -190,15 +190,15 @@ def _check_stored(checked: Checked, log: LogStore, store: CheckpointStore, consu
 
 
 def _check_checkpoints(checked: Checked, store: CheckpointStore) -> int:
-    """Read all checkpoints of a model; return the version of the newest that can be loaded, 0 if none can."""
+    """Read all checkpoints of a model; return the version of the newest sound one, 0 if there is none."""
     checked.problems += store.verify()
     manifests = store.manifests().manifests
     sound = [manifest.version for manifest in manifests if store.is_sound(manifest)]
     checked.checkpoints, newest = len(manifests), max(sound, default=0)
     if manifests and manifests[0].version > newest:
-        text = f"the checkpoint of version {manifests[0].version} of model {checked.model!r} cannot be loaded"
+        text = f"the checkpoint of version {manifests[0].version} of model {checked.model!r} is damaged"
         used = f"the service uses that of version {newest} and more of the log"
-        follows = used if newest else "nor can an older one"
+        follows = used if newest else "so are all older ones"
         checked.problems.append(f"{text}: {follows}")
     return newest
 
@@ -226,7 +226,7 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
         store.recover(record)
         if store.dropped > saved:
             text = f"the log of model {name!r} begins after version {store.dropped}, which no checkpoint has"
-            checked.problems.append(f"{text}: after the next load, its trainer has to send every row since")
+            checked.problems.append(f"{text}: after the next load, its trainer has to send the damaged rows")
         checked.records += len(seals)
         if problem:
             newest = max(saved, seals[-1].version if seals else 0)

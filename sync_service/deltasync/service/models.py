@@ -468,15 +468,13 @@ class Publishing:
 
 def _lacking(model: Model) -> str:
     """What a model lacks, why, and what to do."""
-    otherwise = remedy_of_last_resort(model.name)
-    return (
-        f"it lacks {model.lacks}: {'; '.join(model.problems)}: start its trainer, which sends them, or {otherwise}"
-    )
+    remedy = f"start its trainer, which sends them, or {remedy_of_last_resort(model.name)}"
+    return ": ".join(filter(None, [f"it lacks {model.lacks}", "; ".join(model.problems), remedy]))
 
 
 def remedy_of_last_resort(model: str) -> str:
-    """What to do if a model cannot be recovered."""
-    return f"remove all that is left of it (deltasync models give-up {model})"
+    """What to do if nothing else helps."""
+    return f"give the model up, so that its trainer publishes every row (deltasync models give-up {model})"
 
 
 def ranks_of(models: Models, name: str) -> CutCoordinator:

@@ -12,7 +12,7 @@ from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
 RANGE_BYTES, LOG_RANGE_BYTES = 96, 256
-BY_DAY, PARTS = 4, 8
+BY_DAY, PARTS = 4, 24
 
 
 @pytest.fixture(scope="module")

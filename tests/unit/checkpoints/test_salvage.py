@@ -101,11 +101,11 @@ def test_live_rows_are_lost_exactly(folder: Path, world: Checkpointed, newest: M
         assert start == len(content)
 
 
-HARM: list[Callable[[Path], None]] = [
+HARM: list[Callable[[Path], object]] = [
     Path.unlink,
-    lambda path: path.write_bytes(path.read_bytes()[:-200]) and None,
-    lambda path: path.write_bytes(path.read_bytes() + b"x") and None,
-    lambda path: path.write_bytes(b"") and None,
+    lambda path: path.write_bytes(path.read_bytes()[:-200]),
+    lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    lambda path: path.write_bytes(b""),
     lambda path: flip(path, 16),  # The number of rows in the header of the first chunk.
     lambda path: flip(path, 8),  # The number of its table.
 ]
@@ -114,7 +114,7 @@ HARM: list[Callable[[Path], None]] = [
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("number", [0, 1, -1])
 def test_other_harm_costs_no_row_in_silence(
-    folder: Path, world: Checkpointed, newest: Manifest, harm: Callable[[Path], None], number: int
+    folder: Path, world: Checkpointed, newest: Manifest, harm: Callable[[Path], object], number: int
 ) -> None:
     for path in rounds_of(folder, newest)[number]:
         harm(path)

@@ -235,3 +235,21 @@ def test_after_a_rollback_only_runs_that_build_on_its_version_go_on(
     decision = may_go_on(Run("b", 9, 1), claim, "h", SealHistory(seals), start_over=start_over)
     assert (decision.yes, decision.error) == (not refused, RunRefused)
     assert refused in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("claim", "seal", "takes_changes", "yes", "since"),
+    [
+        (Position(A, 5, HEAD.checksum), HEAD.checksum, True, True, 5),
+        (Position(A, 3, 7), 7, True, True, 3),
+        (Position(A, 5, HEAD.checksum), HEAD.checksum, False, False, None),
+        (Position(A, 6, 9), 0, True, False, None),
+    ],
+)
+def test_a_run_that_continues_must_also_send_the_rows_that_damage_has_cost(
+    claim: Position, seal: int, takes_changes: bool, yes: bool, since: int | None
+) -> None:
+    lacks = "2 rows of table 'user' (3 to 4)"
+    decision = continues(Run("a", 1, 1), claim, A, HEAD, seal, takes_changes=takes_changes, lacks=lacks)
+    assert (decision.yes, decision.since) == (yes, since)
+    assert (lacks in decision.reason) is (claim.number <= 5)

@@ -517,7 +517,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_where_no_checkpoint_is_left_the_trainer_sends_every_row(tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_left_the_trainer_sends_every_row_once_an_operator_gives_up(tmp_path: Path) -> None:
     async def scenario(a: Process, b: Process) -> None:
         await a.take()
         session = await publish(a.service)
@@ -530,6 +530,9 @@ def test_where_no_checkpoint_is_left_the_trainer_sends_every_row(tmp_path: Path)
                 each.write_bytes(b"damaged")
         await b.take()
         assert MODEL not in b.service.models
+        with pytest.raises(ServiceUnavailable, match=f"no checkpoint is usable.*give-up {MODEL}"):
+            await publish(b.service, 3, run="later", started=2)
+        await b.service.removals.give_up_model(MODEL, "an operator")
         await publish(b.service, 3, run="later", started=2)
         assert b.version == 1
 
