@@ -82,9 +82,7 @@ def test_a_backup_that_was_killed_is_none_and_is_replaced(data_dir: Path, tmp_pa
             assert made
         else:
             if any(folder.iterdir()):
-                with pytest.raises(
-                    StorageFailed, match="the backup is incomplete: wait if it is"
-                ):
+                with pytest.raises(StorageFailed, match="the backup is incomplete: wait if it is"):
                     restore(folder, tmp_path / "new")
             if (folder / UNFINISHED_BACKUP).exists():
                 with pytest.raises(StorageFailed, match="is an incomplete backup"):
