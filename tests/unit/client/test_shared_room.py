@@ -167,8 +167,7 @@ def test_a_mirror_that_is_killed_anywhere_while_tables_grow_leaves_no_file_behin
 
 
 def kills(folder: Path, is_killed: Callable[[int], bool], size: str = TWO_SIDES) -> int:
-    """Call a function for each fence in new memory, by day for every third, until none is left; returns their number.
-    """
+    """Call a function for each fence in new memory, by day for every third; returns the number of fences."""
 
     def work() -> None:
         number = 1
