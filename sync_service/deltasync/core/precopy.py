@@ -23,7 +23,7 @@ class PreCopy:
     """Copies the rows stamped after a number, in blocks while they change, then the rest at one moment.
 
     Used on the thread that changes the tables. The caller must read the rows of a block before anything else runs
-    there, and must not request one while only some rows of a number are stamped.
+    there, and must not request the rest while a table has an unfinished number.
 
     Attributes:
         limit: maximum size of the rest in bytes.
@@ -105,7 +105,8 @@ class _Walk:
         """The next rows of the round ([n], ascending); none at its end."""
         table, most = self.table, max(1, nbytes // self.table.spec.row_bytes)
         if not self.position:
-            self.began = table.counts.newest
+            # More rows of an unfinished number may follow behind this walk.
+            self.began = table.unfinished - 1 if table.unfinished else table.counts.newest
         windows, count = [np.zeros(0, np.int64)], 0
         while count < most and self.position < table.slots:
             last = min(table.slots, self.position + max(most, _WINDOW_ROWS))

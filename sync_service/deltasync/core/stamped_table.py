@@ -60,11 +60,13 @@ class StampedTable:
         checksum: checksum of all rows; see `core.digests`.
         before_change: called with the ids of rows that are about to change, on the thread that changes them.
         removed: whether its model has removed it.
+        unfinished: the number of which more rows may follow later; 0 if all rows of each number are stamped.
         held_as_stored: whether replicas hold the bits of a row as stored.
         removed_before: the version or release up to which an earlier table of its name existed; 0 = none did.
     """
 
     removed = False
+    unfinished = 0
     held_as_stored = True
 
     def __init__(

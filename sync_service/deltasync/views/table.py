@@ -442,6 +442,8 @@ class RowUpdate:
     def begin(self) -> None:
         """Fix the present values: from now on, each row is updated before the source changes it."""
         self._table.source.before_change.append(self._before_change)
+        for each in self._table.stamped:
+            each.unfinished = self._number
 
     def go_on(self) -> bool:
         """Update some more rows, and return whether all are done.
@@ -457,6 +459,8 @@ class RowUpdate:
         if self._at < len(self._ids):
             return False
         self._table.source.before_change.remove(self._before_change)
+        for each in self._table.stamped:
+            each.unfinished = 0
         self._table.note_updated(self._ids, self._number)
         return True
 

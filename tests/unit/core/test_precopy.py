@@ -118,6 +118,20 @@ def test_rows_that_changed_before_they_were_reached_are_left_once() -> None:
     assert [ids.tolist() for _, ids in copying.rest()] == [[10, *range(50, 100)]]
 
 
+def test_rows_of_an_unfinished_number_are_copied_wherever_the_round_has_come() -> None:
+    table = changed_table(100)
+    table.unfinished = 2
+    write(table, [60], 2)
+    copying, copies = PreCopy([table], [0], limit=0), Copies([table])
+    block = copying.next_block(50 * table.spec.row_bytes)
+    assert block
+    copies.take(*block)
+    write(table, [10], 2)
+    table.unfinished = 0
+    copies.take_all(copying, 50 * table.spec.row_bytes)
+    copies.end(copying)
+
+
 def test_rounds_that_shrink_go_on_until_the_rest_fits() -> None:
     table = changed_table(400)
     row_bytes, number = table.spec.row_bytes, 1

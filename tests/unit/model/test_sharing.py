@@ -187,11 +187,9 @@ async def test_cuts_of_two_models_are_applied_at_once(service: Service, monkeypa
         apply(tables, seal, rows)
 
     monkeypatch.setattr(AppliedTables, "apply", meeting)
-    for name in ("clicks", "views"):
-        await send(await join(service, model=name), full_part(1, random_rows(0), WHOLE))
-    for name in ("clicks", "views"):
-        await service.models.coordinators[name].drain()
-        assert service.models[name].position.number == 1
+    sessions = [await join(service, model=name) for name in ("clicks", "views")]
+    await asyncio.gather(*(send(each, full_part(1, random_rows(0), WHOLE)) for each in sessions))
+    assert [service.models[name].position.number for name in ("clicks", "views")] == [1, 1]
 
 
 @in_service()

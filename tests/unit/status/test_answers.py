@@ -63,11 +63,14 @@ async def test_answers_wait_for_no_cut(service: Service) -> None:
     session, model = await published(service, EVERYTHING, TOP)
     answers = Answers(sources(service))
     async with HeldThread(model):
-        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))  # Sealed, and not applied yet.
+        sending = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
+        while session.sealed.number < 2:  # Sealed, and not applied yet.
+            await asyncio.sleep(0)
         lag = await answers.lag("c0")
         assert (lag.head, lag.lag.versions, lag.lag.rows) == (2, 1, 0)
         assert b'deltasync_consumer_lag_versions{consumer="c0"} 1.0' in await answers.metrics()
         assert (await answers.lag("c1")).head == 2
+    await sending
 
 
 def noting_threads(function: Callable[..., Any], threads: set[threading.Thread]) -> Callable[..., Any]:
