@@ -154,14 +154,14 @@ def begin_in_thread(function: Callable[[], T]) -> "Future[T]":
     return future
 
 
-async def in_own_thread(function: Callable[..., T], *arguments: object) -> T:
+async def in_own_thread(function: Callable[..., T], *arguments: object, **keywords: object) -> T:
     """Call a function that waits for storage, or takes long, in a thread of its own.
 
     `asyncio.to_thread` has few threads. Lags, metrics, seals and views need them, and must not wait for such
     calls.
     """
     return await asyncio.wrap_future(
-        begin_in_thread(partial(contextvars.copy_context().run, function, *arguments))
+        begin_in_thread(partial(contextvars.copy_context().run, function, *arguments, **keywords))
     )
 
 
