@@ -5,13 +5,17 @@ import grpc
 import pytest
 
 from deltasync.base import errors
-from deltasync.base.errors import DeltasyncError, InvalidInput, NotOwner, ServiceFailed, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceFailed, ServiceUnavailable
 from deltasync.wire import errors as api
 
-# Those of this package: others may be loaded too.
-KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]
-# Of those below them only one crosses the wire as itself.
-TREE = [each for kind in KINDS for each in ((kind, NotOwner) if kind is ServiceUnavailable else (kind,))]
+
+def below(kind: type[DeltasyncError]) -> list[type[DeltasyncError]]:
+    """The kinds directly below one, without those of other modules."""
+    return [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
+
+
+KINDS = below(DeltasyncError)
+TREE = [each for kind in KINDS for each in (kind, *below(kind))]
 TOO_LARGE = "Received message larger than max (2 vs. 1)"
 
 

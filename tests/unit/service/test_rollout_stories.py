@@ -83,7 +83,7 @@ class World:
             version_of=lambda number: number,
             head_of=lambda _: None,
         )
-        checkpoints = SimpleNamespace(kept=lambda: list(self.kept))
+        checkpoints = SimpleNamespace(known_kept=None, kept=lambda: list(self.kept))
         model: Any = SimpleNamespace(name="m", log=log, seals=self.seals, checkpoints=checkpoints)
         models: Any = Models(model, log)
         consumers: Any = SimpleNamespace(feed=lambda _: feed, get=self.registry.get)
