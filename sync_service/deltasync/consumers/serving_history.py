@@ -32,9 +32,9 @@ class HistoryLine:
     newest version. `replicas` has the version that each replica had proven by its checksums, 0 for none; guests do
     not count. Replicas with mode ids have no rows to prove, so their acknowledgements count.
 
-    `fleet` stands for the processes of the connected replicas: it changes if one joins, leaves, restarts or is
-    lost, and is empty if none is connected. `held` has the seals of versions that every one of them has held
-    exactly, now or since the line before. `objections` is the number of objections that had been withdrawn.
+    `fleet` has an id of the process of each connected replica, ascending. `held` has the seals of versions that
+    every one of them has held exactly, now or since the line before. `objections` is the number of objections that
+    had been withdrawn.
     """
 
     unix_ns: int
@@ -48,7 +48,7 @@ class HistoryLine:
     bytes: int = 0
     follows: str = ""
     replicas: Mapping[str, int] = field(default_factory=dict)
-    fleet: str = ""
+    fleet: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     objections: int = 0
 
@@ -98,7 +98,7 @@ def read_lines(log: LogStore, consumer: str, first_ns: int) -> Iterator[HistoryL
                 fields = unpack_json(zlib.decompress(record.payload))
             except zlib.error as error:
                 raise ValueError(str(error)) from error
-            yield HistoryLine(**fields | {"held": tuple(fields["held"])})
+            yield HistoryLine(**fields | {name: tuple(fields[name]) for name in ("fleet", "held")})
 
 
 def seconds_since_held(lines: Sequence[HistoryLine], objections: int) -> dict[int, float]:
@@ -118,6 +118,8 @@ def seconds_since_held(lines: Sequence[HistoryLine], objections: int) -> dict[in
         return {}
     watched_ns, held_at, before = 0, dict[int, int](), None
     for line in lines:
+        if not set(line.fleet).issubset(lines[-1].fleet):  # One that joined later, and was lost since.
+            watched_ns, held_at = 0, {}
         if line.fleet != lines[-1].fleet or line.objections != objections:
             before = None
             continue

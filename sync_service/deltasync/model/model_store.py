@@ -275,12 +275,17 @@ class ModelStore:
 
     def _replace(self) -> None:
         """Before the first write of a cut, drop what `go_back` has left out."""
-        version, self.last = self.last, LAST_NUMBER
-        if version < LAST_NUMBER:
-            self._layouts.note_newest(version)
+        if self.last < LAST_NUMBER and not self._replacing:
+            self._layouts.note_newest(self.last)
             dropped = self._log.put(f"cut/{self._model}", b"%d" % self.dropped if self.dropped else None)
-            drops = [self._log.drop(stream, version + 1) for stream in (self._seals, self._cuts)]
+            drops = [self._log.drop(stream, self.last + 1) for stream in (self._seals, self._cuts)]
             self._replacing = [dropped, *drops]
+            for each in self._replacing:
+                each.add_done_callback(self._note_replaced)
+
+    def _note_replaced(self, _: Future[None]) -> None:
+        if all(each.done() and not each.exception() for each in self._replacing):
+            self.last, self._replacing = LAST_NUMBER, []
 
     def add_seals(self, seals: Sequence[Seal]) -> None:
         """Restore seals that the log lost, from a checkpoint.
@@ -332,6 +337,8 @@ class ModelStore:
 
     def drop_cut(self, version: int) -> Future[None]:
         """Drop the rows of an abandoned, unsealed cut."""
+        if any(each.done() and each.exception() for each in self._replacing):
+            self._replacing = []  # The next cut tries again; this one must not be sealed.
         return self._log.drop(self._cuts, version)
 
     def drop_part(self, version: int, rank: int) -> Future[None]:

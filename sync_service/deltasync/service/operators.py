@@ -149,14 +149,27 @@ class Removals:
     async def _give_up_model(self, name: str, by: str) -> None:
         models = self._models
         async with models.changing:
-            if (why := models.stuck.get(name)) is None:
+            if (why := models.stuck.pop(name, None)) is None:
                 models.model(name)
                 raise Contradiction(f"model {name!r} is recovered: to remove it, use deltasync models delete")
             self._events.emit(EventKind.MODEL_DELETED, f"given up: {why}", model=name, by=by)
-            if coordinator := models.opened.get(name):
+            coordinator = models.opened.pop(name, None)
+            removal = models.removals[name] = asyncio.create_task(self._give_up(name, why, coordinator))
+        await removal  # Without the lock, which a cut of the model may wait for that is being sealed.
+
+    async def _give_up(self, name: str, why: str, coordinator: CutCoordinator | None) -> None:
+        models = self._models
+        try:
+            if coordinator:
+                await coordinator.retire()
                 await models.end(coordinator.model)
-            await asyncio.to_thread(remove_records, models.storage.logs.of(name), name)
+            await in_own_thread(remove_records, models.storage.logs.of(name), name)
             models.forget_recovery(name)
+        except BaseException:
+            models.stuck[name] = why
+            raise
+        finally:
+            del models.removals[name]
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
         async with self._models.changing:

@@ -46,7 +46,6 @@ class _Watched:
         written: the newest line in the log.
         present: what the last look found, with the time until then.
         looked: when that was.
-        processes: stands for the processes of the connected replicas, by the last look.
         recorded: seals that lines have as held by the present replicas.
     """
 
@@ -54,7 +53,6 @@ class _Watched:
     written: HistoryLine
     present: HistoryLine
     looked: Moment
-    processes: set[int] = field(default_factory=set)
     recorded: set[int] = field(default_factory=set)
 
 
@@ -159,11 +157,11 @@ class Histories:
         processes = _processes(consumer)
         line = replace(
             line,
-            fleet=f"{sum(processes) % 2**64:016x}" if processes else "",
+            fleet=tuple(sorted(processes)),
             held=_held(consumer, feed, line, watched, processes),
             after_ns=written.watched_ns,
         )
-        watched.present, watched.looked, watched.processes = line, now, processes
+        watched.present, watched.looked = line, now
         self._watched[name] = watched
         is_due = line.replicas and line.watched_ns >= written.watched_ns + _REPEAT_NS
         if not is_due and not _says_more(line, written):
@@ -237,21 +235,23 @@ def _proves_now(consumer: Consumer, replica: Replica) -> bool:
     return replica.checked or consumer.policy.mode is Mode.IDS
 
 
-def _processes(consumer: Consumer) -> set[int]:
+def _processes(consumer: Consumer) -> set[str]:
+    """Short ids of the processes of the connected replicas."""
     # Without the id of a process, each connection counts as another one.
     names = (f"{each.name}/{each.instance or each.since_ns}" for each in consumer.connected)
-    return {xxhash.xxh3_64_intdigest(each.encode()) for each in names}
+    return {xxhash.xxh32_hexdigest(each.encode()) for each in names}
 
 
 def _held(
-    consumer: Consumer, feed: Feed, line: HistoryLine, watched: _Watched, processes: set[int]
+    consumer: Consumer, feed: Feed, line: HistoryLine, watched: _Watched, processes: set[str]
 ) -> tuple[int, ...]:
     """The seals of versions that every connected replica holds exactly, or has held since the line before."""
     connected, withdrawn = consumer.connected, line.objections != watched.present.objections
-    if watched.processes - processes or withdrawn:  # What they held before the loss of one counts no more.
+    before = set(watched.present.fleet)
+    if before - processes or withdrawn:  # What they held before the loss of one counts no more.
         for each in connected:
             each.held.clear()
-    if watched.processes != processes or withdrawn:
+    if before != processes or withdrawn:
         watched.recorded = set()
     seals = {version: feed.seals.checksum_of(version) for version in set(line.replicas.values())}
     for each in connected:

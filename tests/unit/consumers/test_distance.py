@@ -34,7 +34,7 @@ def lines(*held: Sequence[int] | None, fleet: str = "f", objections: int = 0, fi
             watched_ns=at * SECOND,
             after_ns=(at - 1) * SECOND,
             replicas={"r": max(some or [0])},
-            fleet="" if some is None else fleet,
+            fleet=() if some is None else tuple(fleet),
             held=tuple(some or ()),
             objections=objections,
         )
@@ -68,6 +68,10 @@ def test_time_counts_only_while_all_processes_that_held_the_version_are_connecte
     assert seconds_since_held(away, 0)[20] == 2.0, "the time before and after, without that between"
     another = [*lines([20], [21]), *lines([21], [21], fleet="g", first=3)]
     assert seconds_since_held(another, 0) == {21: 1.0}, "a replica was lost, or another one joined"
+    alone = [*lines([20], [20], fleet="fg"), *lines([21], fleet="f", first=3), *lines([21], fleet="fg", first=4)]
+    assert seconds_since_held(alone, 0)[20] == 1.0, "one was away for a while"
+    joined = [*lines([20], [20]), *lines([20], fleet="fg", first=3), *lines([20], [20], first=4)]
+    assert seconds_since_held(joined, 0) == {20: 1.0}, "another one joined, and was lost"
 
 
 def test_time_without_lines_does_not_count() -> None:

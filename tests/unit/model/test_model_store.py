@@ -158,6 +158,37 @@ def test_seals_outlive_their_rows(
     assert [seal.version for seal in store.seals()[0]] == list(range(max(1, 7 - kept), 8))
 
 
+class RefusingStore(MemoryStore):
+    """A log in memory whose volume refuses to drop records for a while."""
+
+    refuses = False
+
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
+        if not self.refuses:
+            return super().drop(stream, number, part, patient=patient)
+        done: Future[None] = Future()
+        done.set_exception(StorageFailed("no space left"))
+        return done
+
+
+def test_cuts_replace_lost_versions_once_the_volume_accepts_writes_again() -> None:
+    log = RefusingStore(MemoryDisk(), 1 << 24)
+    store = recovered(log)
+    for version in (1, 2, 3):
+        publish(store, version, rows_of(SHARDS[0], version))
+    store.go_back(1)
+    log.refuses = True
+    with pytest.raises(StorageFailed, match="no space left"):
+        publish(store, 2, rows_of(SHARDS[0], 7))
+    store.drop_cut(2)
+    assert [seal.version for seal in store.seals()[0]] == [1], "a checkpoint gets no lost seal"
+    log.refuses = False
+    publish(store, 2, rows_of(SHARDS[0], 8))
+    seals, problem = store.seals()
+    assert ([seal.version for seal in seals], problem) == ([1, 2], "")
+    assert [batch.ids.tolist() for batch in store.rows(seals[1])] == [[8]]
+
+
 def test_a_log_that_is_full_of_seals_goes_on(tmp_path: Path) -> None:
     log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
     store, newest = ModelStore(log, "m"), list[Seal]()

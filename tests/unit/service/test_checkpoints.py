@@ -434,7 +434,6 @@ async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
         a.service.registry.acknowledge(consumer, replica, view.position)
         while view.position == before:
             await view.changed()
-        a.service.registry.acknowledge(consumer, replica, view.position)
 
     await released(Position(view.history))
     before = view.position

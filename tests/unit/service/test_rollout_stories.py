@@ -83,7 +83,7 @@ class World:
             version_of=lambda number: number,
             head_of=lambda _: None,
         )
-        checkpoints = SimpleNamespace(known_kept=None, kept=lambda: list(self.kept))
+        checkpoints = SimpleNamespace(known_kept=self.kept)
         model: Any = SimpleNamespace(name="m", log=log, seals=self.seals, checkpoints=checkpoints)
         models: Any = Models(model, log)
         consumers: Any = SimpleNamespace(feed=lambda _: feed, get=self.registry.get)
@@ -205,6 +205,8 @@ class World:
         assert now.objections[0] == now.objections[1], "an objection is in force"
         assert given.id not in self.out, "it was kept before an objection was withdrawn"
         for look in self.looks:
+            if not look.connected <= now.connected:  # One was lost since.
+                seconds, was_held, counts = 0.0, False, False
             same = look.connected == now.connected and look.objections == now.objections
             was_held |= same and all(given.version in look.held.get(each, ()) for each in now.connected)
             seconds += look.seconds if counts and same else 0.0
