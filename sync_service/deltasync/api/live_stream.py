@@ -13,7 +13,8 @@ from deltasync.wire.row_messages import is_alive
 Request = TypeVar("Request")
 # Each side sends this many messages within the time in which the other expects one.
 _MESSAGES = 3
-# Number of `Alive` to accept at once in a third of that time. Beyond it, accept one per pause.
+# Number of `Alive` to accept at once for each third of that time, also for those in which the service was busy.
+# Beyond it, accept one per pause.
 _MOST_ALIVE, _PACE_SECONDS = 10, 0.05
 
 
@@ -79,7 +80,7 @@ class LiveStream(Generic[Request]):
             # Count intervals, because after a pause of this whole process a clock would count the pause too.
             silent = self._promised and self._waiting and self._received == received
             received, missed = self._received, missed + 1 if silent else 0
-            self._alives = 0
+            self._alives -= _MOST_ALIVE
         if stream:
             current_call().error = ClientSilent(f"nothing has come from it for {seconds:.15g} s")
             stream.cancel()  # It may be blocked inside gRPC.

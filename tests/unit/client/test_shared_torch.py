@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget, TableKind, TableSpec
+from deltasync.client.shared.reader import SharedReading
 from deltasync.client.shared.torch_module import SharedModule, tensors
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 4)
@@ -154,6 +156,38 @@ def test_threads_that_call_a_module_at_the_same_time_each_get_their_own_version(
         each.join(30)
     applying.join(30)
     assert found == {"first": {1.0}, "same side": {1.0}, "other side": {2.0}}
+    target.close()
+
+
+class Interrupted:
+    """A version in shared memory. Before its tables are read, something else happens."""
+
+    def __init__(self, reading: SharedReading, before: Callable[[], object]) -> None:
+        self._reading, self._before = reading, before
+
+    def __getattr__(self, name: str) -> object:
+        if name == "tables":
+            self._before()
+        return getattr(self._reading, name)
+
+
+def test_a_call_goes_on_while_other_threads_bind_other_memory(folder: Path) -> None:
+    target, reader = mirrored(folder)
+    target.apply(pair_of(1))
+    shared = SharedModule(Pair())
+
+    def call() -> None:
+        with SharedReader("m", directory=folder).reading() as now, torch.inference_mode():
+            shared(now, IDS)
+
+    def call_in_a_thread() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    call()
+    with reader.reading() as now, torch.inference_mode():
+        assert shared(cast("SharedReading", Interrupted(now, call_in_a_thread)), IDS) == {1.0}
     target.close()
 
 

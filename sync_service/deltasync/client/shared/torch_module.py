@@ -8,7 +8,7 @@ with reader.reading() as now:
 import copy
 import ctypes
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -61,7 +61,7 @@ class SharedModule:
                 "pass the module from which it was made"
             )
         self._structure = _Structure(module, tuple(leave_out))
-        self._bindings = deque[_Binding](maxlen=2)  # Of the two sides.
+        self._bindings: tuple[_Binding, ...] = ()  # Of the two sides.
 
     def __call__(self, reading: SharedReading, *args: Any, **kwargs: Any) -> Any:
         """Call the module with the tables of a version, in the block of `reading`.
@@ -97,7 +97,7 @@ class SharedModule:
         binding = next((each for each in self._bindings if each.tables is reading.tables), None)
         if binding is None:
             binding = self._structure.over(reading)
-            self._bindings.append(binding)
+            self._bindings = (*self._bindings[-1:], binding)
         return binding
 
 
