@@ -1,6 +1,7 @@
 """Everything that runs in a soak, as faults reach it."""
 
 import itertools
+import os
 import secrets
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import fsspec
 from tests.soak.crew import Crew
 from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
 from tests.soak.fuse import blown
 from tests.soak.journal import replace_file
 from tests.soak.leftovers import directory_bytes
 from tests.soak.plain_model import PlainModel, fuse_file
+from tests.support.object_storage import ObjectStorage
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 
@@ -46,6 +49,7 @@ CONFIGURED = "configured"
 # Of what trainers publish, no norm ever grows by so much.
 _MOST_GROWTH = 1e6
 _CHECKPOINT_BYTES = 40_000
+_BUCKET = "soak"
 _POLL_SECONDS = 0.1
 _LOOKS_PER_SIZE = 20
 _CALL_SECONDS, _CALLS_SECONDS = 5.0, 180.0
@@ -71,6 +75,7 @@ class World:
         fleet: what was asked for.
         crew: the processes.
         links: by which replicas, by their names, and trainers, by their models' names, reach the service.
+        storage: by which the service reaches object storage; None without one.
         plain: the plain trainers by model.
         data_dir: the service's.
         largest_directory: the most bytes that this has had.
@@ -87,6 +92,7 @@ class World:
         self.data_dir = folder / "data"
         self.plain: dict[str, PlainModel] = {}
         self.links: dict[str, Proxy] = {}
+        self.storage: Proxy | None = None
         self._processes = Processes(folder)
         self.crew = Crew(self._processes)
         self._folder = folder
@@ -100,11 +106,14 @@ class World:
         self._ending = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._redis: subprocess.Popen[bytes] | None = None
+        self._objects = ObjectStorage(folder / "storage") if fleet.storage else None
 
     def start(self) -> None:
         """Start everything; the consumers are there first."""
         warm()
         self.configure(Policy())
+        if self._objects:
+            self._start_objects(self._objects)
         self.crew.start(SERVICE, self._service_command())
         for each in self.fleet.subscriptions:
             self.call(lambda admin, each=each: admin.create_consumer(each.name, each.model, each.policy))  # type: ignore[misc]
@@ -173,6 +182,11 @@ class World:
             return fetch_lag(Endpoint(f"http://{self._http}", timeout_seconds=_CALL_SECONDS), consumer)
         except (ServiceUnavailable, NotFound):
             return None
+
+    def heads(self) -> dict[str, int]:
+        """The newest version of each model; empty while the service is away."""
+        lags = {each.model: self.lag(each.name) for each in self.fleet.subscriptions}
+        return {model: lag["head"] for model, lag in lags.items() if lag}
 
     def settle(self, call: Callable[[Admin], object]) -> None:
         """Ask the service for the end of something that is there, also while it has not noticed yet that nobody
@@ -277,7 +291,8 @@ class World:
         serve = ["serve", "--data-dir", str(self.data_dir), *ports]
         settings = ["--checkpoint-bytes", str(_CHECKPOINT_BYTES), "--max-norm-growth", str(_MOST_GROWTH)]
         config = ["--config", str(self._configuration)]
-        return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config]
+        copies = ["--checkpoints", f"s3://{_BUCKET}/models"] if self.storage else []
+        return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config, *copies]
 
     def _start_clicks(self) -> None:
         port, service = free_port(), self.links[CLICKS].address
@@ -294,6 +309,13 @@ class World:
         how = [*(["--redis", str(self._folder / "redis.sock")] if self._redis else []), *(["--whole"] * whole)]
         fuse = str(self.fuse(follower.name))
         return ["tests.soak.fuse", fuse, "tests.soak.replica", *who, *where, *how]
+
+    def _start_objects(self, objects: ObjectStorage) -> None:
+        objects.start()
+        fsspec.filesystem("s3", **objects.settings).mkdir(_BUCKET)
+        self.storage = Proxy(objects.url.rpartition("/")[2])
+        os.environ |= {"AWS_ENDPOINT_URL": f"http://{self.storage.address}"}
+        os.environ |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
 
     def _start_redis(self) -> None:
         if REDIS is None:
@@ -328,5 +350,8 @@ class World:
         if self._redis:
             self._redis.kill()
             self._redis.wait()
+        if self.storage and self._objects:
+            self.storage.close()
+            self._objects.kill()
         for link in self.links.values():
             link.close()
