@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -216,6 +217,14 @@ class World:
                 return True
         except OSError:  # Also one of HTTP: it says why it is not.
             return False
+
+    def answers(self) -> bool:
+        """Whether /readyz answers, even if the service is not ready."""
+        try:
+            with urllib.request.urlopen(f"http://{self._http}/readyz", timeout=_CALL_SECONDS):
+                return True
+        except OSError as error:
+            return isinstance(error, urllib.error.HTTPError)
 
     def await_there(self, there: Callable[[], bool], what: str) -> None:
         """Wait for what has to come."""

@@ -63,10 +63,10 @@ def hang_storage(world: World, fault: Fault) -> Sequence[str]:
         def grown() -> bool:
             return any(head > before.get(model, head) for model, head in world.heads().items())
 
-        # At a start, the service waits for storage, because a copy may have what the disk has lost.
+        # At a start, the service waits for storage: a copy may have what the disk has lost.
         if not comes(grown, _HANGING_SECONDS) and world.crew.starts[SERVICE] == starts:
             raise SoakFailed(f"no version was sealed in {_HANGING_SECONDS:.0f} s while object storage hangs")
-        world.await_there(world.ready, "/readyz while object storage hangs")
+        world.await_there(world.answers, "an answer of /readyz while object storage hangs")
     finally:
         world.storage.go_on()
     return everywhere(world)
