@@ -49,11 +49,13 @@ def run_soak(options: SoakOptions, console: Console) -> dict[str, Any]:
 
 def _log_to(file: Path) -> None:
     """Have what this process logs in a file, as that of all others is, and not between the lines of the report."""
-    ours, handler = logging.getLogger("deltasync"), logging.FileHandler(file)
+    handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
+    for name in ("deltasync", "tests.soak"):
+        ours = logging.getLogger(name)
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
 
 
 class _Soak:
