@@ -10,6 +10,7 @@ import pytest
 from tests.soak.faults.choice import NotDone
 from tests.soak.faults.network import dead_proxy, hang_storage
 from tests.soak.schedule import Fault
+from tests.soak.world import SERVICE
 from tests.support.fleet import Trainer
 from tests.support.proxy import Proxy
 from tests.support.server import RunningService
@@ -44,15 +45,22 @@ def test_a_connection_that_is_dead_behind_a_proxy_is_replaced_by_a_direct_one(tm
 
 
 def test_storage_hangs_until_a_version_is_sealed_and_readyz_answers() -> None:
-    heads, done = iter([{}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 0}, {}, {"b": 2}]), list[str]()
-    storage = SimpleNamespace(stall=lambda: done.append("stalls"), go_on=lambda: done.append("goes on"))
-    answers = iter([False, True])
+    heads = iter([{}, {"a": 1}, {}, {"a": 1, "b": 1}, {"a": 0}, {"b": 2}, {"b": 2}])
+    answers, done = iter([False, True]), list[str]()
     world = world_of(plain={"a": None}, heads=lambda: next(heads), answers=lambda: next(answers))
-    world.fleet.clicks, world.storage = 0, storage
+    world.fleet.clicks = 0
+    world.storage = SimpleNamespace(stall=lambda: done.append("stalls"), go_on=lambda: done.append("goes on"))
     assert hang_storage(world, FAULT) == ["a"]
     assert done == ["stalls", "goes on"]
     assert not list(heads)
     assert not list(answers)
+
+
+def test_storage_hangs_no_longer_once_the_service_was_started_again() -> None:
+    world = world_of(plain={"a": None}, heads=lambda: {"a": 1})
+    world.fleet.clicks = 0
+    world.storage = SimpleNamespace(stall=lambda: world.crew.starts.update([SERVICE]), go_on=lambda: None)
+    assert hang_storage(world, FAULT) == ["a"]
 
 
 def test_storage_that_is_not_there_cannot_hang() -> None:

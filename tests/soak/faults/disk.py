@@ -25,12 +25,16 @@ _ROW_BYTES, _TRIES, _NEWEST = 16, 20, 3
 
 
 def flip_bit(folder: Path, pick: float) -> str:
-    """Flip a bit of some file below a folder, where that has something; which, and at what byte."""
+    """Flip a bit of some file below a folder, rather of a large one; which, and at what byte."""
     rng = random.Random(pick)  # to be repeated, not to be secret
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    while files:
-        file = files.pop(rng.randrange(len(files)))
-        with suppress(FileNotFoundError), file.open("r+b") as opened:  # The service removes old ones.
+    sizes = dict[Path, int]()
+    for file in sorted(folder.rglob("*")):
+        with suppress(FileNotFoundError):  # The service removes old ones.
+            sizes[file] = file.stat().st_size if file.is_file() else 0
+    while any(sizes.values()):
+        [file] = rng.choices(list(sizes), list(sizes.values()))
+        del sizes[file]
+        with suppress(FileNotFoundError), file.open("r+b") as opened:
             content = opened.read()
             used = np.flatnonzero(np.frombuffer(content, np.uint8))  # Zeros may never be read.
             if len(used):

@@ -53,20 +53,22 @@ def hang_storage(world: World, fault: Fault) -> Sequence[str]:
     """Object storage accepts requests but answers none for a while. Lag, /readyz and cuts do not wait for it."""
     if world.storage is None:
         raise NotDone("there is no object storage")
-    starts = world.crew.starts[SERVICE]
+    if not comes(lambda: bool(world.heads()), _CONNECT_SECONDS):
+        raise NotDone("the service was away")
+    starts, before = world.crew.starts[SERVICE], dict[str, int]()
+
+    def goes_on() -> bool:
+        if world.crew.starts[SERVICE] != starts:  # A start waits for storage: a copy may have what the disk lost.
+            return True
+        heads = world.heads()
+        before.update(() if before else heads)
+        return any(head > before.get(model, head) for model, head in heads.items()) and world.answers()
+
     world.storage.stall()
     try:
         time.sleep(4 * fault.seconds)  # A checkpoint is due meanwhile.
-        world.await_there(lambda: bool(world.heads()), "lag while object storage hangs")
-        before = world.heads()
-
-        def grown() -> bool:
-            return any(head > before.get(model, head) for model, head in world.heads().items())
-
-        # At a start, the service waits for storage: a copy may have what the disk has lost.
-        if not comes(grown, _HANGING_SECONDS) and world.crew.starts[SERVICE] == starts:
-            raise SoakFailed(f"no version was sealed in {_HANGING_SECONDS:.0f} s while object storage hangs")
-        world.await_there(world.answers, "an answer of /readyz while object storage hangs")
+        if not comes(goes_on, _HANGING_SECONDS):
+            raise SoakFailed(f"while object storage hangs, no version was sealed in {_HANGING_SECONDS:.0f} s")
     finally:
         world.storage.go_on()
     return everywhere(world)
