@@ -35,11 +35,19 @@ class Subscription:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Everything that runs beside the service."""
+    """Everything that runs beside the service.
+
+    Attributes:
+        models: the ranks of each plain trainer, by model.
+        clicks: the ranks of the TorchRec trainer; 0 = none.
+        subscriptions: the consumers.
+        storage: whether object storage gets copies of checkpoints.
+    """
 
     models: dict[str, int]
     clicks: int
     subscriptions: list[Subscription]
+    storage: bool = False
 
     @property
     def followers(self) -> list[Follower]:
@@ -63,13 +71,15 @@ POLICIES = (
 )
 
 
-def fleet_of(*, small: bool, redis: bool) -> Fleet:
-    """What runs: little, or every kind of trainer, consumer and target; also rows in a server, if there is one."""
+def fleet_of(*, small: bool, redis: bool, storage: bool) -> Fleet:
+    """What runs: little, or every kind of trainer, consumer and target; also rows in a Redis server, and copies of
+    checkpoints in object storage.
+    """
     ranked = Subscription("ranked", PAIR, Policy(top_k=100, max_age_seconds=5))
     whole = Subscription("whole", PAIR, stores=("numpy", "keyed"))
     changing = Subscription(CHANGING, PAIR, POLICIES[0])
     if small:
-        return Fleet({PAIR: 2, LONE: 1}, 0, [whole, ranked, changing, Subscription("lone", LONE)])
+        return Fleet({PAIR: 2, LONE: 1}, 0, [whole, ranked, changing, Subscription("lone", LONE)], storage)
     stored = ("redis",) if redis else ()
     return Fleet(
         {PAIR: 2, LONE: 1},
@@ -86,4 +96,5 @@ def fleet_of(*, small: bool, redis: bool) -> Fleet:
             Subscription("lone-ranked", LONE, Policy(top_k=0.1, max_age_seconds=5)),
             Subscription("clicks", CLICKS, stores=("torch",)),
         ],
+        storage,
     )

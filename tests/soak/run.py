@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from tests.soak.faults import backups
+from tests.soak.faults import backups, versions
 from tests.soak.faults.kinds import kinds_of
 from tests.soak.fleet import CLICKS, Follower, fleet_of
 from tests.soak.leftovers import directory_bytes, leftovers
@@ -21,7 +21,10 @@ from tests.soak.report import build_report, sound
 from tests.soak.schedule import Fault, SoakOptions, schedule
 from tests.soak.verdict import Trained, trained_clicks, trained_plain, unequal
 from tests.soak.world import REDIS, SERVICE, SoakFailed, World
+from tests.support.object_storage import PROGRAM as WEED
 
+from deltasync.checkpoints.kept_version import KEPT
+from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.trainer.example.compare import Tables
 
 _READY_SECONDS, _END_SECONDS, _SYNC_SECONDS = 300.0, 300.0, 300.0
@@ -46,11 +49,13 @@ def run_soak(options: SoakOptions, console: Console) -> dict[str, Any]:
 
 def _log_to(file: Path) -> None:
     """Have what this process logs in a file, as that of all others is, and not between the lines of the report."""
-    ours, handler = logging.getLogger("deltasync"), logging.FileHandler(file)
+    handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
+    for name in ("deltasync", "tests.soak"):
+        ours = logging.getLogger(name)
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
 
 
 class _Soak:
@@ -58,7 +63,9 @@ class _Soak:
         self._options = options
         self._folder = folder
         self._console = console
-        self._fleet = fleet_of(small=options.small, redis=REDIS is not None)
+        # With copies, damage on disk costs nothing, and a service that is put back loses less: so not always.
+        storage = WEED is not None and options.seed % 2 == 0
+        self._fleet = fleet_of(small=options.small, redis=REDIS is not None, storage=storage)
         self._problems: list[str] = []
         self._late = [
             Follower(f"late-{each.name}", each.name, each.stores[0])
@@ -76,7 +83,7 @@ class _Soak:
             self._await(world, self._begun, _READY_SECONDS, "the first rows of all replicas")
             player.play(faults, self._say)
             self._end(world)
-            policies, versions = world.policies(), self._versions(world)
+            policies, number = world.policies(), sum(world.heads().values())
             world.crew.dismiss([SERVICE])
             trained = self._trained(world)
             differing = {
@@ -89,7 +96,7 @@ class _Soak:
             kinds=kinds,
             differing=differing,
             problems=self._problems,
-            versions=versions,
+            versions=number,
             late=[each.name for each in self._late],
             leftovers=leftovers(world.data_dir),
             directory=(directory_bytes(world.data_dir), world.largest_directory),
@@ -117,7 +124,12 @@ class _Soak:
         self._await(world, self._in_sync, _SYNC_SECONDS, "all consumers in sync after the last kill")
         self._say("what was damaged is replaced by new checkpoints; the service goes on from a backup of itself")
         self._check(world)  # No checkpoint is built upon what is known to be damaged.
-        for name in sorted({each.model for each in self._fleet.subscriptions}) * _CHECKPOINTS:
+        models = sorted({each.model for each in self._fleet.subscriptions})
+        for name in models:
+            versions.release(world, name, world.call(lambda admin, name=name: admin.kept_versions(name)))  # type: ignore[misc]
+        for record in world.data_dir.glob(f"{CHECKPOINTS}/*/{KEPT}/*"):
+            record.unlink()  # It is damaged, so nobody can release that version.
+        for name in models * _CHECKPOINTS:
             world.call(lambda admin, name=name: admin.make_checkpoint(name))  # type: ignore[misc]
         self._problems += self._check(world)
         backups.put_back(world, Fault(at=0, kind="backup restored", pick=0, seconds=0))
@@ -181,11 +193,6 @@ class _Soak:
             for name, model in world.plain.items()
         }
         return found | ({CLICKS: trained_clicks(self._folder, self._fleet.clicks)} if self._fleet.clicks else {})
-
-    def _versions(self, world: World) -> int:
-        """The newest versions of all models together."""
-        heads = {each.model: lag["head"] for each in self._fleet.subscriptions if (lag := world.lag(each.name))}
-        return sum(heads.values())
 
     def _model_of(self, follower: Follower) -> str:
         return self._fleet.subscription(follower.consumer).model

@@ -1,12 +1,14 @@
 """Everything that runs in a soak, as faults reach it."""
 
 import itertools
+import os
 import secrets
 import shutil
 import subprocess
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,12 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import fsspec
 from tests.soak.crew import Crew
 from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
 from tests.soak.fuse import blown
 from tests.soak.journal import replace_file
 from tests.soak.leftovers import directory_bytes
 from tests.soak.plain_model import PlainModel, fuse_file
+from tests.support.object_storage import ObjectStorage
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 
@@ -46,6 +50,7 @@ CONFIGURED = "configured"
 # Of what trainers publish, no norm ever grows by so much.
 _MOST_GROWTH = 1e6
 _CHECKPOINT_BYTES = 40_000
+_BUCKET = "soak"
 _POLL_SECONDS = 0.1
 _LOOKS_PER_SIZE = 20
 _CALL_SECONDS, _CALLS_SECONDS = 5.0, 180.0
@@ -71,6 +76,7 @@ class World:
         fleet: what was asked for.
         crew: the processes.
         links: by which replicas, by their names, and trainers, by their models' names, reach the service.
+        storage: by which the service reaches object storage; None without one.
         plain: the plain trainers by model.
         data_dir: the service's.
         largest_directory: the most bytes that this has had.
@@ -87,6 +93,7 @@ class World:
         self.data_dir = folder / "data"
         self.plain: dict[str, PlainModel] = {}
         self.links: dict[str, Proxy] = {}
+        self.storage: Proxy | None = None
         self._processes = Processes(folder)
         self.crew = Crew(self._processes)
         self._folder = folder
@@ -100,11 +107,14 @@ class World:
         self._ending = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._redis: subprocess.Popen[bytes] | None = None
+        self._objects = ObjectStorage(folder / "storage") if fleet.storage else None
 
     def start(self) -> None:
         """Start everything; the consumers are there first."""
         warm()
         self.configure(Policy())
+        if self._objects:
+            self._start_objects(self._objects)
         self.crew.start(SERVICE, self._service_command())
         for each in self.fleet.subscriptions:
             self.call(lambda admin, each=each: admin.create_consumer(each.name, each.model, each.policy))  # type: ignore[misc]
@@ -174,6 +184,11 @@ class World:
         except (ServiceUnavailable, NotFound):
             return None
 
+    def heads(self) -> dict[str, int]:
+        """The newest version of each model; empty while the service is away."""
+        lags = {each.model: self.lag(each.name) for each in self.fleet.subscriptions}
+        return {model: lag["head"] for model, lag in lags.items() if lag}
+
     def settle(self, call: Callable[[Admin], object]) -> None:
         """Ask the service for the end of something that is there, also while it has not noticed yet that nobody
         uses it any more.
@@ -202,6 +217,14 @@ class World:
                 return True
         except OSError:  # Also one of HTTP: it says why it is not.
             return False
+
+    def answers(self) -> bool:
+        """Whether /readyz answers, even if the service is not ready."""
+        try:
+            with urllib.request.urlopen(f"http://{self._http}/readyz", timeout=_CALL_SECONDS):
+                return True
+        except OSError as error:
+            return isinstance(error, urllib.error.HTTPError)
 
     def await_there(self, there: Callable[[], bool], what: str) -> None:
         """Wait for what has to come."""
@@ -277,7 +300,8 @@ class World:
         serve = ["serve", "--data-dir", str(self.data_dir), *ports]
         settings = ["--checkpoint-bytes", str(_CHECKPOINT_BYTES), "--max-norm-growth", str(_MOST_GROWTH)]
         config = ["--config", str(self._configuration)]
-        return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config]
+        copies = ["--checkpoints", f"s3://{_BUCKET}/models"] if self.storage else []
+        return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config, *copies]
 
     def _start_clicks(self) -> None:
         port, service = free_port(), self.links[CLICKS].address
@@ -294,6 +318,13 @@ class World:
         how = [*(["--redis", str(self._folder / "redis.sock")] if self._redis else []), *(["--whole"] * whole)]
         fuse = str(self.fuse(follower.name))
         return ["tests.soak.fuse", fuse, "tests.soak.replica", *who, *where, *how]
+
+    def _start_objects(self, objects: ObjectStorage) -> None:
+        objects.start()
+        fsspec.filesystem("s3", **objects.settings).mkdir(_BUCKET)
+        self.storage = Proxy(objects.url.rpartition("/")[2])
+        os.environ |= {"AWS_ENDPOINT_URL": f"http://{self.storage.address}"}
+        os.environ |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
 
     def _start_redis(self) -> None:
         if REDIS is None:
@@ -328,5 +359,8 @@ class World:
         if self._redis:
             self._redis.kill()
             self._redis.wait()
+        if self.storage and self._objects:
+            self.storage.close()
+            self._objects.kill()
         for link in self.links.values():
             link.close()

@@ -24,6 +24,13 @@ class GrpcProxy(grpc.GenericRpcHandler):
         self._server = grpc.server(ThreadPoolExecutor(50), handlers=[self])
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.peers = list[str]()
+        self._lock, self._ended = threading.Lock(), 0
+
+    @property
+    def open(self) -> int:
+        """The number of streams that their clients have not ended."""
+        with self._lock:
+            return len(self.peers) - self._ended
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -58,7 +65,10 @@ class GrpcProxy(grpc.GenericRpcHandler):
                 if silent.is_set():
                     self._closed.wait()
 
-            self.peers.append(context.peer())
+            with self._lock:
+                self.peers.append(context.peer())
+            if not context.add_callback(self._note_end):
+                self._note_end()
             with grpc.insecure_channel(self._target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
                 stream: Any = channel.stream_stream(method)
                 call = stream(forwarded(), metadata=_own(context.invocation_metadata()))
@@ -72,6 +82,10 @@ class GrpcProxy(grpc.GenericRpcHandler):
                     context.abort(call.code(), str(error.details()))
 
         return grpc.stream_stream_rpc_method_handler(forward)
+
+    def _note_end(self) -> None:
+        with self._lock:
+            self._ended += 1
 
 
 def _own(metadata: Any) -> list[tuple[str, str]]:

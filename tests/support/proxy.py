@@ -23,8 +23,7 @@ class Proxy:
     """
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = host, int(port)
+        self.forward_to(target)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.delay_seconds = 0.0
@@ -66,6 +65,11 @@ class Proxy:
         """Reset all connections after this number of further bytes in one direction."""
         with self._lock:
             self._left[direction] = size
+
+    def forward_to(self, target: str) -> None:
+        """Forward later connections to this service, HOST:PORT."""
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
 
     def stall(self) -> None:
         """Keep all connections but stop forwarding, like a network that has gone away."""

@@ -173,7 +173,7 @@ class Recovery:
                 if self._load(manifest, listing.unreachable):
                     return manifest, self._continued(manifest, decision, end, seals)
             if listing.unreachable and self._store.dropped:  # An unreachable checkpoint may fit the log.
-                raise StorageFailed("; ".join(listing.unreachable))
+                raise PlaceFailed("; ".join(listing.unreachable))
             # If the log has every row since the first version, nothing is missing.
             damaged = [each for each in fitting if self._store.dropped or each[1].fit is Fit.AHEAD]
             if salvaged := self._salvage_best([manifest for manifest, _ in damaged]):

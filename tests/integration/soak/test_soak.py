@@ -4,14 +4,27 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from tests.soak.__main__ import soak
+from tests.support.object_storage import PROGRAM as WEED
 from tests.support.programs import run_program
 
 
-def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "kinds"),
+    [
+        (1091, {"bit flipped under the service", "kill everything"}),
+        pytest.param(
+            3682,
+            {"bit flipped under the service", "clock set", "connection dead behind a proxy", "storage hangs"},
+            marks=[pytest.mark.nightly, pytest.mark.skipif(WEED is None, reason="there is no weed")],
+        ),
+    ],
+)
+def test_nothing_is_lost_in_a_short_soak(tmp_path: Path, seed: int, kinds: set[str]) -> None:
     found = tmp_path / "soak.json"
-    arguments = ["--small", "--seconds", "10", "--seed", "5653", "--mean-gap", "0.75", "--json", str(found)]
+    arguments = ["--small", "--seconds", "10", "--seed", f"{seed}", "--mean-gap", "0.75", "--json", str(found)]
     done = run_program(sys.executable, "-m", "tests.soak", *arguments)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     report = json.loads(found.read_text())
@@ -27,6 +40,7 @@ def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
     ):
         assert report[findings] == [], findings
     assert sum(report["faults"].values()) >= 5
+    assert kinds <= {kind for kind, count in report["faults"].items() if count}
     assert report["versions"] > 10
     assert 0 < report["recover_seconds"]["p50"] <= report["recover_seconds"]["p99"]
     assert report["memory"]["service"] > 0

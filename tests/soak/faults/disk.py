@@ -1,5 +1,6 @@
 """The service's disk: full and slow; and bits that have flipped, there and in its memory."""
 
+import logging
 import random
 import resource
 import time
@@ -17,25 +18,30 @@ from tests.support.memory_flips import flip_in_memory
 
 from deltasync.log.data_directory import CHECKPOINTS
 
+logger = logging.getLogger(__name__)
+
 _WRITE_SECONDS = 0.05
 _ROW_BYTES, _TRIES, _NEWEST = 16, 20, 3
 
 
 def flip_bit(folder: Path, pick: float) -> str:
-    """Flip a bit of some file below a folder, where that has something; which, and at what byte."""
+    """Flip a bit of some file below a folder, rather of a large one; which, and at what byte."""
     rng = random.Random(pick)  # to be repeated, not to be secret
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    while files:
-        file = files.pop(rng.randrange(len(files)))
-        used = np.flatnonzero(np.fromfile(file, np.uint8))  # Zeros may never be read.
-        if len(used):
-            at = int(used[rng.randrange(len(used))])
-            with file.open("r+b") as opened:
+    sizes = dict[Path, int]()
+    for file in sorted(folder.rglob("*")):
+        with suppress(FileNotFoundError):  # The service removes old ones.
+            sizes[file] = file.stat().st_size if file.is_file() else 0
+    while any(sizes.values()):
+        [file] = rng.choices(list(sizes), list(sizes.values()))
+        del sizes[file]
+        with suppress(FileNotFoundError), file.open("r+b") as opened:
+            content = opened.read()
+            used = np.flatnonzero(np.frombuffer(content, np.uint8))  # Zeros may never be read.
+            if len(used):
+                at = int(used[rng.randrange(len(used))])
                 opened.seek(at)
-                byte = opened.read(1)[0]
-                opened.seek(at)
-                opened.write(bytes([byte ^ 1 << rng.randrange(8)]))
-            return f"{file.name}, byte {at}"
+                opened.write(bytes([content[at] ^ 1 << rng.randrange(8)]))
+                return f"{file.name}, byte {at}"
     return "nothing"
 
 
@@ -65,17 +71,31 @@ def slow_disk(world: World, fault: Fault) -> Sequence[str]:
 
 
 def flip(world: World, fault: Fault) -> Sequence[str]:
-    """A bit of a checkpoint is another one when the service starts again.
+    """A bit of a file of checkpoints is another one when the service starts again.
 
-    Where others need the same file, the service goes on from an older version, and trainers publish again.
+    That costs at most the rows of a chunk, which come from a copy or from trainers, and no version.
     """
-
-    def flip_there() -> None:
-        flip_bit(world.data_dir / CHECKPOINTS, fault.pick)
-        world.note_put_back()
-
-    world.crew.restart(SERVICE, between=flip_there)
+    with world.alone:  # No kept version is followed that may be damaged.
+        world.crew.restart(SERVICE, between=lambda: _flip_checkpoint(world, fault))
+        world.await_there(world.ready, "/readyz of a service with a damaged checkpoint")
     return everywhere(world)
+
+
+def flip_under_service(world: World, fault: Fault) -> Sequence[str]:
+    """A bit of a file of checkpoints flips while the service uses it, which goes on: it has the rows in memory.
+
+    For a while, it may write and copy checkpoints that build upon that file. `fsck` finds it, and a later start.
+    """
+    with world.alone:  # As above; and a version that is kept meanwhile may be damaged, too.
+        _flip_checkpoint(world, fault)
+        time.sleep(fault.seconds)
+        world.call(lambda admin: admin.fsck())
+        world.await_there(world.ready, "/readyz of a service with a damaged checkpoint, which it does not read")
+    return everywhere(world)
+
+
+def _flip_checkpoint(world: World, fault: Fault) -> None:
+    logger.info("a bit is flipped: %s", flip_bit(world.data_dir / CHECKPOINTS, fault.pick))
 
 
 def flip_row(world: World, fault: Fault) -> Sequence[str]:

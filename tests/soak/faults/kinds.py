@@ -40,11 +40,14 @@ KINDS: dict[str, Kind] = {
     "disk full": disk.fill_disk,
     "disk slow": disk.slow_disk,
     "bit flipped at rest": disk.flip,
+    "bit flipped under the service": disk.flip_under_service,
     "bit flipped in memory": disk.flip_row,
     "connection cut": network.cut,
     "connection half-open": network.half_open,
+    "connection dead behind a proxy": network.dead_proxy,
     "connection delayed": network.delay,
     "slow reader": network.slow_reader,
+    "storage hangs": network.hang_storage,
     "trainer behind": trainers.rewind,
     "takeover": trainers.take_over,
     "other world size": trainers.resize,
@@ -72,9 +75,10 @@ KINDS: dict[str, Kind] = {
 }
 
 # They wait for their moment, and begin when they end.
-SUDDEN = set(KILLS)
+SUDDEN = {*KILLS, "connection dead behind a proxy"}
 
 
 def kinds_of(fleet: Fleet) -> list[str]:
     """The kinds that can happen to a fleet."""
-    return sorted(kind for kind in KINDS if fleet.clicks or kind != "kill TorchRec rank")
+    needs = {"kill TorchRec rank": bool(fleet.clicks), "storage hangs": fleet.storage}
+    return sorted(kind for kind in KINDS if needs.get(kind, True))

@@ -1,9 +1,10 @@
 """Versions that operators keep, follow and go back to."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from tests.soak.faults.choice import NotDone, everywhere, plain_model
 from tests.soak.guest import ROWS, Guest, guest_of
@@ -22,11 +23,15 @@ def keep_version(world: World, fault: Fault) -> Sequence[str]:
     model = plain_model(world, fault).name
     with world.alone:  # A backup that is put back takes the version away.
         _keep(world, model, f"kept-{round(fault.at * 1000)}")
-        kept = world.call(lambda admin: admin.kept_versions(model))
-        for each in kept[:-_MOST_KEPT]:
-            with suppress(NotFound):  # It was released, and the answer lost.
-                world.call(lambda admin, name=each["name"]: admin.release_version(model, name))  # type: ignore[misc]
+        release(world, model, world.call(lambda admin: admin.kept_versions(model))[:-_MOST_KEPT])
     return [model]
+
+
+def release(world: World, model: str, kept: Sequence[Mapping[str, Any]]) -> None:
+    """Release kept versions of a model."""
+    for each in kept:
+        with suppress(NotFound):  # It was released, and the answer lost.
+            world.call(lambda admin, name=each["name"]: admin.release_version(model, name))  # type: ignore[misc]
 
 
 def follow_version(world: World, fault: Fault) -> Sequence[str]:

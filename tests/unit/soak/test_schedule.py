@@ -5,7 +5,7 @@ from tests.soak.faults.kinds import KINDS, kinds_of
 from tests.soak.fleet import fleet_of
 from tests.soak.schedule import SoakOptions, schedule
 
-EVERYTHING = kinds_of(fleet_of(small=False, redis=True))
+EVERYTHING = kinds_of(fleet_of(small=False, redis=True, storage=True))
 GAP = SoakOptions.mean_gap
 
 
@@ -28,5 +28,6 @@ def test_some_faults_begin_before_the_one_before_them_is_over() -> None:
     assert any(later.at < earlier.at + earlier.seconds for earlier, later in itertools.pairwise(faults))
 
 
-def test_what_needs_torchrec_does_not_come_without() -> None:
-    assert set(KINDS) - set(kinds_of(fleet_of(small=True, redis=False))) == {"kill TorchRec rank"}
+def test_faults_of_what_does_not_run_do_not_come() -> None:
+    kinds = set(kinds_of(fleet_of(small=True, redis=False, storage=False)))
+    assert set(KINDS) - kinds == {"kill TorchRec rank", "storage hangs"}
