@@ -8,11 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 import grpc.aio
 
 from deltasync.access.roles import current_call
-from deltasync.wire.row_messages import is_alive
+from deltasync.wire.row_messages import MESSAGES_IN_TIME, is_alive
 
 Request = TypeVar("Request")
-# Each side sends this many messages within the time in which the other expects one.
-_MESSAGES = 3
 # Number of `Alive` to accept at once for each third of that time, also for those in which the service was busy.
 # Beyond it, accept one per pause.
 _MOST_ALIVE, _PACE_SECONDS = 10, 0.05
@@ -72,8 +70,8 @@ class LiveStream(Generic[Request]):
         """Send `Alive`, and end the stream of a silent client."""
         sent = received = missed = 0
         seconds = self._alive.alive.within_seconds
-        while stream and missed <= _MESSAGES:
-            await asyncio.sleep(seconds / _MESSAGES)
+        while stream and missed <= MESSAGES_IN_TIME:
+            await asyncio.sleep(seconds / MESSAGES_IN_TIME)
             if self._received and self._sent == sent and not self._writing.locked():
                 await self._write(self._alive)
             sent = self._sent

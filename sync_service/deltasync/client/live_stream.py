@@ -7,11 +7,9 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 
 from deltasync.base.errors import ServiceUnavailable
-from deltasync.wire.row_messages import is_alive
+from deltasync.wire.row_messages import MESSAGES_IN_TIME, is_alive
 
 Response = TypeVar("Response")
-# Each side sends this many messages within the time in which the other expects one.
-_MESSAGES = 3
 
 
 class LiveStream(Generic[Response]):
@@ -78,13 +76,13 @@ class LiveStream(Generic[Response]):
     def _watch(self) -> None:
         received = missed = 0
         while not self._closed:
-            if self._changed.wait(self._seconds / _MESSAGES):
+            if self._changed.wait(self._seconds / MESSAGES_IN_TIME):
                 self._changed.clear()
             else:
                 # Count intervals, because after a pause of this whole process a clock would count the pause too.
                 silent = self._waiting and self._received == received
                 received, missed = self._received, missed + 1 if silent else 0
-            if missed > _MESSAGES:
+            if missed > MESSAGES_IN_TIME:
                 self._silent = True
                 self._call.cancel()
                 return

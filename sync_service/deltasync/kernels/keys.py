@@ -69,7 +69,7 @@ def slot_of(index, key, slot):  # type: ignore[no-untyped-def]
 def first_slots(index: Index, keys: Numbers, slots: Numbers) -> None:
     """Set `slots` [n] to those at which searches for the keys [n] start.
 
-    This is a kernel of its own, so that the waits for memory in the next one overlap.
+    A kernel of its own, because then the waits for memory in the next one overlap.
     """
     last = _U64(index.shape[0] - 2)
     for number in range(keys.shape[0]):

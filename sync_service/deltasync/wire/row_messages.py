@@ -310,6 +310,10 @@ PublishRequest: TypeAlias = publish_pb2.PublishRequest | ReceivedRows[publish_pb
 SubscribeResponse: TypeAlias = subscribe_pb2.SubscribeResponse | ReceivedRows[subscribe_pb2.ReleaseEnd]
 
 
+# Each side of a stream sends this many messages within the time in which the other expects one.
+MESSAGES_IN_TIME = 3
+
+
 def is_alive(message: Any) -> bool:
     """Whether a message of a stream is an `Alive`."""
     return not isinstance(message, ReceivedRows) and bool(message.HasField("alive"))

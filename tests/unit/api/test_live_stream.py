@@ -31,7 +31,7 @@ class Context:
 
 
 def seconds_until_close(busy_seconds: float, alives: int) -> float:
-    """The time until the service gets a message that waits behind `Alive` ones, after it was busy with the first."""
+    """The time that a message waits behind `Alive` ones, after the service was busy with the first message."""
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now  # type: ignore[method-assign]

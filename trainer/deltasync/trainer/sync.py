@@ -433,14 +433,12 @@ class DeltaSync:
             raises: whether to raise the errors of all ranks even if the options do not ask for it.
         """
         self._give_up()
-        error = failure or DeltasyncError("another rank cannot publish: see its log")
-        self._trouble.note(error)
+        self._trouble.note(failure or DeltasyncError("another rank cannot publish: see its log"))
         self.stats.refusals += 1
         if raises or self._options.verify or self._options.on_refusal is OnRefusal.RAISE:
             with begun_together("a cut of DeltaSync"):
                 if failure:
                     raise failure
-            raise error
 
     def _give_up(self) -> None:
         """Close the connection and drop the current cut."""
