@@ -2,6 +2,7 @@
 
 import os
 import ssl
+import threading
 import tomllib
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -84,8 +85,9 @@ class Endpoint:
             object.__setattr__(self, "token", checked_token("token", self.token))
         if not (self.by.isascii() and self.by.isprintable()):
             raise InvalidInput("by: expected only printable ASCII characters")
-        if not self.timeout_seconds > 0:
-            raise InvalidInput(f"timeout_seconds: {self.timeout_seconds}, expected more than 0")
+        if not 0 < self.timeout_seconds <= threading.TIMEOUT_MAX:
+            text = f"timeout_seconds: {self.timeout_seconds}, expected more than 0, and a finite number"
+            raise InvalidInput(text)
         if self.token and self.token_file:
             raise InvalidInput(f"token and token_file {self.token_file}: set only one of them")
         if bool(self.cert) != bool(self.key):

@@ -75,7 +75,7 @@ def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token: str) 
     assert not token.strip() or token not in str(refused.value)
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(InvalidInput, match=f"timeout_seconds: {seconds}"):
         Endpoint("h:1", timeout_seconds=seconds)

@@ -70,11 +70,14 @@ def inode_of_control(folder: int) -> int:
 
 
 def is_in_place(path: Path, folder: int, control: int | None = None) -> bool:
-    """Whether an open folder still has its path and, unless it is None, the inode of its file `control`."""
+    """Whether an open folder still has its path and, unless it is None, the inode of its file `control`.
+
+    A path that this process may not look up any more does not count.
+    """
     try:
         is_there = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(folder))
         return is_there and (control is None or control == inode_of_control(folder))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return False
 
 
