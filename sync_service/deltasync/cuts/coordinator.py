@@ -315,7 +315,7 @@ class CutCoordinator:
             self.model.failure = ""
             if self.whenever_sealed:
                 await self.whenever_sealed()
-            await self.sealer.applied()  # Whoever learns of the version may ask for it anywhere.
+            await self.sealer.applied()  # Clients that learn of the version may ask for it at once.
             current.sealed.set_result(position)
         finally:
             self.open_cut = None
