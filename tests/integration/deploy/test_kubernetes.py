@@ -347,7 +347,7 @@ def test_the_service_asks_for_the_memory_that_sizing_says(root: Path, manifests:
         return int(number)
 
     (job,) = _of_kind(manifests, "Job").values()
-    ranks = says("each publishing rank", "MiB") * job["spec"]["completions"]
+    ranks = says("all publishing ranks", "MiB for each") * job["spec"]["completions"]
     rows = says("each model", "MiB for the cut") + says("each model, and each consumer", "MiB for the rows")
     needed = says("the process", "MB") * 10**6 + (ranks + rows) * 2**20 + 10**9
     container = _container(manifests, "StatefulSet")

@@ -359,12 +359,12 @@ def lose_newest_version(service: ServiceProcess) -> None:
     change_value(service.data_dir / "log", "records", newest, 200)
 
 
-def lose_everything(service: ServiceProcess) -> None:
+def lose_checkpoints(service: ServiceProcess) -> None:
     for path in (service.data_dir / "checkpoints" / "clicks" / "data").iterdir():
         path.write_bytes(bytes(100))
 
 
-@pytest.mark.parametrize(("lose", "rows"), [(lose_newest_version, 2), (lose_everything, 31)])
+@pytest.mark.parametrize(("lose", "rows"), [(lose_newest_version, 2), (lose_checkpoints, 30)])
 def test_what_log_and_checkpoints_have_lost_is_published_again(
     service: ServiceProcess, lose: Callable[[ServiceProcess], None], rows: int
 ) -> None:
