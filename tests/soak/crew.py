@@ -145,7 +145,8 @@ class Crew:
                 self.memory[name] = max(self.memory.get(name, 0), _high_water_bytes(pid))
                 if status == 0:
                     self._commands.pop(name)
-                elif status is not None:
+                # A rank that ended since its team was looked at waits for the next look, which starts all of them.
+                elif status is not None and not name.startswith(tuple(self._teams)):
                     if status != -signal.SIGKILL:
                         self._ended_by_itself(name, status)
                     self._start(name)
