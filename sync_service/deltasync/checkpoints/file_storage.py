@@ -99,7 +99,9 @@ class Place:
             try:
                 import fsspec  # Services without a URL do not need it.
 
-                self._files, self._root = fsspec.core.url_to_fs(url, **(settings or {}))
+                # A cached one may have the endpoint of an earlier place, from a thread of the same id.
+                settings = {"skip_instance_cache": True, **(settings or {})}
+                self._files, self._root = fsspec.core.url_to_fs(url, **settings)
             except (ImportError, ValueError) as error:
                 raise InvalidInput(f"checkpoints {url!r}: {error}: for s3:// install 'deltasync[s3]'") from error
             local = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
