@@ -27,7 +27,7 @@ class Distance:
         before: the version before the present one; None at the start, and after it went back.
 
     Raises:
-        InvalidInput: a value is none of those that are allowed.
+        InvalidInput: the value is not one of the allowed ones.
     """
 
     after: str
