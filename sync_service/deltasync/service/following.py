@@ -73,8 +73,8 @@ class Following:
     ) -> Consumer:
         """Let a consumer follow another one at a distance.
 
-        It begins at `version`. If `version` is empty, it begins at the kept version that it follows now, or else at
-        the newest one that the other consumer allows.
+        It begins at `version`. If that is empty, it begins at the kept version that it follows now, or else at the
+        newest one that the other consumer allows.
 
         Raises:
             NotFound: there is no such consumer, or no such kept version of its model; or none that the other
