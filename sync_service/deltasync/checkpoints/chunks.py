@@ -99,8 +99,7 @@ class DamagedPart:
         _, _, slot, rows, size = _HEADER.unpack_from(self.content)
         if _length(rows, size) != len(self.content):
             return None
-        stamps = np.frombuffer(self.content, np.int64, rows, _HEADER.size)
-        return CheckpointChunk(slot, stamps, self.content[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
+        return _unpacked(slot, rows, self.content)
 
 
 def read_chunks(
@@ -125,8 +124,7 @@ def read_chunks(
             _, version, slot, rows, _ = _HEADER.unpack_from(chunk)
             if version != _FORMAT:
                 raise LaterFormat(f"{path} has format {version}, this version reads {_FORMAT}: update deltasync")
-            stamps = np.frombuffer(chunk, np.int64, rows, _HEADER.size)
-            yield CheckpointChunk(slot, stamps, chunk[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
+            yield _unpacked(slot, rows, chunk)
             start += len(chunk)
             continue
         if damaged is None:
@@ -152,6 +150,11 @@ def check_first_chunk(path: str, file: BinaryIO, size: int) -> None:
     if len(head) == _HEADER.size and _HEADER.unpack(head)[1] != _FORMAT:
         file.seek(0)
         next(read_chunks(path, file, size), None)
+
+
+def _unpacked(slot: int, rows: int, chunk: memoryview) -> CheckpointChunk:
+    stamps = np.frombuffer(chunk, np.int64, rows, _HEADER.size)
+    return CheckpointChunk(slot, stamps, chunk[_HEADER.size + stamps.nbytes : -_CHECKSUM.size])
 
 
 def _next_chunk(path: str, file: BinaryIO, start: int, size: int) -> memoryview | None:

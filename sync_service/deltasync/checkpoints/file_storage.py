@@ -122,14 +122,15 @@ class Place:
     def _put(self, name: str, content: bytes | memoryview) -> None:
         if self._folder:
             _put_file(self._folder / name, content)
-            size, same, advice = (self._folder / name).stat().st_size, True, _OTHERWISE
+            size, advice = (self._folder / name).stat().st_size, _OTHERWISE
+            same = size == len(content)
         else:
             self._files.pipe_file(self._path(name), content := bytes(content))
             self._files.invalidate_cache()
             entry = self._files.info(self._path(name))
             size, advice = int(entry["size"]), _ALTERED
             same = size == len(content) and self._is_same(name, entry, content)
-        if size != len(content) or not same:
+        if not same:
             self.damaged.add(name)
             with contextlib.suppress(Exception):  # A later process would take a file of the right size for a copy.
                 self._remove(name)

@@ -13,13 +13,7 @@ from typing import Protocol
 from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
-from deltasync.base.errors import (
-    Contradiction,
-    DeltasyncError,
-    NotPermitted,
-    ServiceUnavailable,
-    Superseded,
-)
+from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, ServiceUnavailable, Superseded
 from deltasync.base.events import EventKind, error_text
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest

@@ -42,7 +42,7 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
 FORMAT = 1
-# The longest wait for a broken off backup to end. Storage that does not answer must not keep a process longer.
+# How long to wait until an interrupted backup ends. Silent storage must not keep the process longer.
 _LONGEST_END_SECONDS = 5.0
 # The remedy for a damaged backup.
 ANOTHER = "use another backup, or make a new one if the service still runs"

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -240,8 +240,20 @@ class Models(Mapping[str, Model]):
         self.forget_recovery(model.name)
         self.added.wake()
 
+    def begin_removal(self, name: str, work: Awaitable[None]) -> "asyncio.Task[None]":
+        """Remove a model's data in a task, which is in `removals` until it ends."""
+
+        async def remove() -> None:
+            try:
+                await work
+            finally:
+                del self.removals[name]
+
+        removal = self.removals[name] = asyncio.create_task(remove())
+        return removal
+
     def forget_recovery(self, name: str) -> None:
-        """Note that a model is recovered, or is not to be recovered any more in this process."""
+        """End the recovery of a model: it succeeded, or an operator gave the model up."""
         self.recovering.pop(name, None)
         self.stuck.pop(name, None)
 
@@ -358,7 +370,8 @@ class Publishing:
                     removal_noted, models.storage.logs.of(name), name
                 ):
                     return self._open(name)
-                removal = models.removals[name] = asyncio.create_task(self._finish_removal(name))
+                log, store = models.storage.logs.of(name), models.storage.checkpoints_of(name)
+                removal = models.begin_removal(name, in_own_thread(remove_model, log, name, store))
             await asyncio.shield(removal)
 
     def leave(self, coordinator: CutCoordinator) -> None:
@@ -395,13 +408,6 @@ class Publishing:
         """Wait until abandoned models are removed."""
         await asyncio.gather(*self._models.removals.values(), return_exceptions=True)
 
-    async def _finish_removal(self, name: str) -> None:
-        storage = self._models.storage
-        try:
-            await in_own_thread(remove_model, storage.logs.of(name), name, storage.checkpoints_of(name))
-        finally:
-            del self._models.removals[name]
-
     def _open(self, name: str) -> CutCoordinator:
         models = self._models
         if name not in models.opened:
@@ -437,15 +443,14 @@ class Publishing:
         name, opened = coordinator.model.name, self._models.opened
         if opened.get(name) is not coordinator or coordinator.streams:
             return
-        if name in self._models.recovering:  # It stays, with all that is left of it.
-            coordinator.abandon("all ranks of its run have left")
-            return
         coordinator.abandon("all ranks of its run have left")
+        if name in self._models.recovering:  # It stays, with all that is left of it.
+            return
         if coordinator.open_cut is not None or coordinator.model.seals.newest:
             return
         del opened[name]
         if coordinator.model.store.written:
-            self._models.removals[name] = asyncio.create_task(self._remove(coordinator))
+            self._models.begin_removal(name, self._remove(coordinator))
 
     async def _remove(self, coordinator: CutCoordinator) -> None:
         """Remove what an abandoned cut has written.
@@ -462,8 +467,6 @@ class Publishing:
         except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
             text = "an abandoned cut could not be removed; the next start removes it"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
-        finally:
-            del self._models.removals[model.name]
 
 
 def _lacking(model: Model) -> str:

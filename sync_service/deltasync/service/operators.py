@@ -20,7 +20,6 @@ from deltasync.core.comparison import ComparisonStatus
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.model.model import Model
 from deltasync.model.model_store import note_removal, remove_model, remove_records
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
@@ -136,15 +135,10 @@ class Removals:
             await asyncio.wrap_future(note_removal(model.log, name))
             self._events.emit(EventKind.MODEL_DELETED, model=name, by=by)
             await models.end(model)
-            removal = models.removals[name] = asyncio.create_task(self._remove(model))
+            removing = in_own_thread(remove_model, model.log, name, model.checkpoints)
+            removal = models.begin_removal(name, removing)
         await removal  # Without the lock, because object storage may not answer.
         await models.owners.forget(name)
-
-    async def _remove(self, model: Model) -> None:
-        try:
-            await in_own_thread(remove_model, model.log, model.name, model.checkpoints)
-        finally:
-            del self._models.removals[model.name]
 
     async def _give_up_model(self, name: str, by: str) -> None:
         models = self._models
@@ -154,7 +148,7 @@ class Removals:
                 raise Contradiction(f"model {name!r} is recovered: to remove it, use deltasync models delete")
             self._events.emit(EventKind.MODEL_DELETED, f"given up: {why}", model=name, by=by)
             coordinator = models.opened.pop(name, None)
-            removal = models.removals[name] = asyncio.create_task(self._give_up(name, why, coordinator))
+            removal = models.begin_removal(name, self._give_up(name, why, coordinator))
         await removal  # Without the lock, which a cut of the model may wait for that is being sealed.
 
     async def _give_up(self, name: str, why: str, coordinator: CutCoordinator | None) -> None:
@@ -168,8 +162,6 @@ class Removals:
         except BaseException:
             models.stuck[name] = why
             raise
-        finally:
-            del models.removals[name]
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
         async with self._models.changing:

@@ -187,7 +187,7 @@ class Service:
 def _embedded_log(options: ServiceOptions) -> Logs:
     directory, checkpoints = options.data_dir / "log", options.data_dir / CHECKPOINTS
     # Before the log is opened: a start that is refused must leave everything as it is.
-    check_formats(Place(str(checkpoints)))
+    check_formats(Place(str(checkpoints), deadline_seconds=None))
     if (record := read_small_record(directory, FORMAT_RECORD)) is not None:
         check_format_record(record)
     else:
