@@ -10,6 +10,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 _SCHEME = "controlled"
+CALLS = ("put", "get", "list", "look", "remove")
 
 
 class ControlledStorage:
@@ -17,16 +18,17 @@ class ControlledStorage:
 
     Attributes:
         url: its URL.
-        calls: number of calls by name: put, get, list, look, remove.
+        calls: number of calls by name, see `CALLS`.
         asked: set by every call.
         refused: names of calls that are refused.
+        failing: names of calls for which it cannot be reached.
         alter: what is stored instead of the content of a new object.
         details: details of an object beside its size, such as its ETag.
     """
 
     def __init__(self, name: str) -> None:
         self.url, self.calls, self.asked = f"{_SCHEME}://{name}", Counter[str](), threading.Event()
-        self.refused = set[str]()
+        self.refused, self.failing = set[str](), set[str]()
         self.alter: Callable[[bytes], bytes] = lambda content: content
         self.details: Callable[[bytes], dict[str, Any]] = lambda _: {}
         self._answers = threading.Event()
@@ -43,12 +45,23 @@ class ControlledStorage:
         finally:
             self._answers.set()
 
+    @contextmanager
+    def gone(self, *calls: str) -> Iterator[None]:
+        """It cannot be reached inside of the block, or only some calls fail."""
+        self.failing = set(calls or CALLS)
+        try:
+            yield
+        finally:
+            self.failing = set()
+
     def ask(self, call: str) -> None:
         self.calls[call] += 1
         self.asked.set()
         self._answers.wait()
         if call in self.refused:
             raise PermissionError(f"no right to {call}")
+        if call in self.failing:
+            raise ConnectionError(f"{self.url} cannot be reached")
 
 
 _named = dict[str, ControlledStorage]()

@@ -2,22 +2,21 @@
 
 import asyncio
 import shutil
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import wraps
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.controlled_storage import CALLS, ControlledStorage
 from tests.support.local_service import publish, run, send, view_of
 from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, StorageFailed
-from deltasync.checkpoints.file_storage import Place, PlaceFailed
+from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import BACK, LIVE, Distance
@@ -27,56 +26,13 @@ from deltasync.service.service import Service
 from deltasync.status.lag import report
 
 MODEL = "clicks"
-URL = "memory://storage-that-is-gone"
-CALLS = ["put", "get", "names", "remove"]
-
-
-class Storage:
-    """Object storage in memory."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._gone = set[str]()
-        self._answers = threading.Event()
-        self._answers.set()
-        self.asked = threading.Event()
-        for name in CALLS:
-            patch.setattr(Place, name, self._patched(name, getattr(Place, name)))
-
-    @contextmanager
-    def gone(self, *calls: str) -> Iterator[None]:
-        """Every call fails inside of the block, or only some."""
-        self._gone = set(calls or CALLS)
-        try:
-            yield
-        finally:
-            self._gone.clear()
-
-    @contextmanager
-    def slow(self) -> Iterator[None]:
-        """No call returns before the end of the block."""
-        self.asked.clear()
-        self._answers.clear()
-        try:
-            yield
-        finally:
-            self._answers.set()
-
-    def _patched(self, name: str, call: Any) -> Any:
-        @wraps(call)
-        def patched(place: Place, *arguments: Any) -> Any:
-            if place.url == URL:
-                self.asked.set()
-                assert self._answers.wait(20)
-                if name in self._gone:
-                    raise PlaceFailed(f"{URL} cannot be reached")
-            return call(place, *arguments)
-
-        return patched
+NAME = "storage-that-is-gone"
+URL = f"controlled://{NAME}"
 
 
 @pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
-    yield Storage(monkeypatch)
+def storage() -> Iterator[ControlledStorage]:
+    yield ControlledStorage(NAME)
     place = Place(URL)
     if place._files.exists(place._root):
         place._files.rm(place._root, recursive=True)
@@ -122,10 +78,10 @@ async def going_on(service: Service, patch: pytest.MonkeyPatch) -> AsyncIterator
         running.cancel()
 
 
-@pytest.mark.parametrize("calls", [CALLS, ["put"], ["names"]])
+@pytest.mark.parametrize("calls", [CALLS, ["put"], ["list"]])
 @in_service(checkpoints=URL)
 async def test_a_version_is_kept_in_storage_or_not_at_all(
-    service: Service, storage: Storage, calls: list[str]
+    service: Service, storage: ControlledStorage, calls: Sequence[str]
 ) -> None:
     session = await publish(service)
     with storage.gone(*calls), pytest.raises(StorageFailed, match=f"{URL} cannot be reached"):
@@ -139,7 +95,7 @@ async def test_a_version_is_kept_in_storage_or_not_at_all(
 
 @in_service(checkpoints=URL)
 async def test_storage_that_goes_when_the_checkpoint_is_copied_leaves_nothing_kept(
-    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await publish(service)
     keep = CheckpointStore.keep
@@ -158,9 +114,9 @@ async def test_storage_that_goes_when_the_checkpoint_is_copied_leaves_nothing_ke
 
 
 @in_service(checkpoints=URL)
-async def test_a_version_is_listed_once_slow_storage_has_it(service: Service, storage: Storage) -> None:
+async def test_a_version_is_listed_once_slow_storage_has_it(service: Service, storage: ControlledStorage) -> None:
     session = await publish(service)
-    with storage.slow():
+    with storage.silent():
         keeping = asyncio.create_task(service.versions.keep(MODEL, "good"))
         await until(storage.asked.is_set)
         await change(session, 2)
@@ -171,7 +127,7 @@ async def test_a_version_is_listed_once_slow_storage_has_it(service: Service, st
 
 @in_service(checkpoints=URL)
 async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
-    service: Service, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await publish(service)
     await service.consumers.create("ranked", MODEL, Policy(top_k=5))
@@ -202,10 +158,10 @@ async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
     await until(lambda: not view.failure)
 
 
-@pytest.mark.parametrize("fault", ["gone", "slow"])
+@pytest.mark.parametrize("fault", ["gone", "silent"])
 @in_service(checkpoints=URL)
 async def test_a_follower_goes_on_and_back_without_storage(
-    service: Service, storage: Storage, fault: str, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await publish(service)
     for name in ("canary", "fleet"):
@@ -233,7 +189,9 @@ async def test_a_follower_goes_on_and_back_without_storage(
                 assert rows_of(service, "fleet") == one
 
 
-def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(storage: Storage, tmp_path: Path) -> None:
+def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(
+    storage: ControlledStorage, tmp_path: Path
+) -> None:
     async def keep_one(service: Service) -> None:
         await publish(service)
         await service.consumers.create("fleet", MODEL, Policy())
@@ -241,7 +199,7 @@ def test_a_consumer_that_goes_live_is_not_led_back_by_an_earlier_request(storage
         await service.following.follow("fleet", "one")
 
     async def follow_after_a_restart(service: Service) -> None:
-        with storage.slow():
+        with storage.silent():
             earlier = asyncio.create_task(service.following.follow("fleet", "one"))
             await until(storage.asked.is_set)
             await service.following.follow("fleet", LIVE)
