@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.devices import CANNOT_SHARE, CPU_AND_GPU, needs
+from tests.support.devices import CANNOT_SHARE, CUDA, needs
 from tests.support.process import ServiceProcess
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -27,7 +27,8 @@ needs(
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-@CPU_AND_GPU
+# On the CPU, the tests of the trainer cover the same by day.
+@pytest.mark.parametrize("kind", [pytest.param("cpu", marks=pytest.mark.nightly), CUDA])
 def test_what_two_ranks_of_one_device_publish_arrives(kind: str, service: ServiceProcess) -> None:
     try:
         run_ranks(str(RANKS), kind, service.grpc)

@@ -158,7 +158,9 @@ _BACK = Change(raw_ids={0: 0, 1: 1, 2: 7, 3: None}, rows_stay=True)
 @pytest.mark.parametrize(
     "then", [_SCENARIO[2], pytest.param(_BACK, marks=pytest.mark.nightly)], ids=["on", "back"]
 )
-@pytest.mark.parametrize("resync", [False, True], ids=["release", "resync"])
+@pytest.mark.parametrize(
+    "resync", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["release", "resync"]
+)
 def test_a_process_killed_before_any_command_loses_nothing(
     server: RedisServer, store: Any, resync: bool, then: Change
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.programs import run_program
 @pytest.mark.parametrize(
     ("seed", "kinds"),
     [
-        (1091, {"bit flipped under the service", "kill everything"}),
+        pytest.param(1091, {"bit flipped under the service", "kill everything"}, marks=pytest.mark.nightly),
         pytest.param(
             3682,
             {"bit flipped under the service", "clock set", "connection dead behind a proxy", "storage hangs"},

@@ -35,7 +35,7 @@ def _go_on(world: Checkpointed, store: CheckpointStore) -> None:
     store.remove_old(2, remote=True)
 
 
-@pytest.mark.parametrize("kills", [False, True], ids=["failure", "kill"])
+@pytest.mark.parametrize("kills", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["failure", "kill"])
 def test_the_next_process_finds_sound_checkpoints(world: Checkpointed, tmp_path: Path, kills: bool) -> None:
     before = tmp_path / "before"
     for share in (0.3, 0.1, 0.1):

@@ -96,7 +96,7 @@ class Play:
         self.rows[self._service.models[MODEL].position.number] = rows_of(self._service)
 
 
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_every_action_is_done_or_not_whenever_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:

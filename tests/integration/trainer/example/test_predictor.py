@@ -182,7 +182,10 @@ def _serves(version: int, metrics: httpx.Response) -> bool:
 
 @pytest.mark.parametrize(
     ("served", "consumer", "value_type", "processes"),
-    [(predictor, INT8.value, INT8, 1), (workers, "predictors", ValueType.FP32, 2)],
+    [
+        (predictor, INT8.value, INT8, 1),
+        pytest.param(workers, "predictors", ValueType.FP32, 2, marks=pytest.mark.nightly),
+    ],
     ids=["quantised", "workers"],
 )
 def test_every_answer_is_that_of_one_version_while_releases_come(
