@@ -1,6 +1,7 @@
 """Cuts that are given up: the log has nothing of them any more, whatever becomes of their ranks."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts import coordinator
-from deltasync.cuts.coordinator import MOST_TRIES, Tries, cut_fits, enough, first_cut_fits, whole_bytes
+from deltasync.cuts.coordinator import FORSAKEN_SECONDS
+from deltasync.cuts.machine import MOST_TRIES, Refusals, cut_fits, enough, first_cut_fits, whole_bytes
 from deltasync.cuts.session import PublishSession
-from deltasync.log.log_store import LogFull
 from deltasync.service.service import Service
 
 WIDE = TableSpec("wide", 1 << 16, 4)
@@ -48,9 +48,9 @@ async def test_parts_of_ranks_that_have_gone_for_long_are_dropped(service: Servi
     assert await logged(service), "a rank is there"
     second.end("gone")
     ranks.abandon_forsaken(9001)
-    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS - 1)
+    ranks.abandon_forsaken(9001 + FORSAKEN_SECONDS - 1)
     assert await logged(service), "they may come back"
-    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS)
+    ranks.abandon_forsaken(9001 + FORSAKEN_SECONDS)
     assert await logged(service) == 0
     assert log_of(service).used_bytes() < used - 500_000
     assert ranks.open_cut is None
@@ -97,7 +97,7 @@ async def test_a_full_log_reported_late_drops_nothing_of_the_next_cut(service: S
     assert await logged(service)
     log_of(service).capacity = 100
     with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        first.coordinator.check_room(earlier, LogFull("full"))
+        first.coordinator.check_room(earlier, refused=True)
     assert await logged(service)
     assert first.coordinator.open_cut
 
@@ -124,7 +124,7 @@ async def test_a_full_log_reported_late_does_not_give_up_a_sealed_cut(service: S
     assert ranks.model.seals.newest_version == 1
     log_of(service).capacity = 100
     with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        ranks.check_room(current, LogFull("full"))
+        ranks.check_room(current, refused=True)
     told.set()
     await sending
     assert await logged(service)
@@ -176,15 +176,13 @@ def test_what_fits_and_what_to_set_are_said() -> None:
     assert not cut_fits(5, 100, 100, [table], tries=MOST_TRIES).yes
 
 
-def test_only_tries_after_room_was_made_for_the_same_large_cut_count() -> None:
-    tries = Tries()
-    assert tries.count(1, 90, 100) == 0
-    assert tries.count(1, 90, 100) == 0, "no room was made"
-    tries.note_room()
-    assert tries.count(1, 90, 100) == 1
-    tries.note_room()
-    assert tries.count(1, 90, 100) == 2
-    tries.note_room()
-    assert tries.count(2, 90, 100) == 0, "another cut"
-    tries.note_room()
-    assert tries.count(2, 20, 100) == 0, "others fill the log"
+def test_only_refusals_of_a_large_cut_after_room_was_made_count() -> None:
+    refusals = Refusals().after(1, 90, 100)
+    assert refusals.tries == 0
+    assert refusals.after(1, 90, 100).tries == 0, "no room was made"
+    room = replace(refusals, room_made=True)
+    again = room.after(1, 90, 100)
+    assert again.tries == 1
+    assert replace(again, room_made=True).after(1, 90, 100).tries == 2
+    assert room.after(2, 90, 100).tries == 0, "another cut"
+    assert room.after(1, 20, 100).tries == 0, "others fill the log"
