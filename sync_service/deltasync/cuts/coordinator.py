@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, groupby
-from typing import Protocol
 
 from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
@@ -35,28 +34,29 @@ from deltasync.model.model import CompleteCut, Model
 FORSAKEN_SECONDS = 60.0
 
 
-class RankSession(Protocol):
-    """The stream of a rank.
+@dataclass
+class RankStream:
+    """The stream of an admitted rank.
 
     Attributes:
-        stream: its number.
+        number: its number.
+        process: the name of the rank's process.
         tables: the tables of its run.
-        process: the name of its process.
         takes_deletes: whether it deletes rows on request.
-        ended: whether the stream is over.
-        finished: whether the rank said goodbye.
         since_ns: when it began or, if it is over, ended, by `steady_ns`.
+        ended: whether it is over.
+        finished: whether the rank said goodbye.
         left: why it ended; empty while it is open.
     """
 
-    stream: int
-    tables: list[TableSpec]
+    number: int
     process: str
+    tables: list[TableSpec]
     takes_deletes: bool
-    ended: bool
-    finished: bool
-    since_ns: int
-    left: str
+    since_ns: int = field(default_factory=steady_ns)
+    ended: bool = False
+    finished: bool = False
+    left: str = ""
 
 
 @dataclass
@@ -110,7 +110,7 @@ class CutCoordinator:
         self.events = events
         self.guard = guard
         self.streams = 0
-        self.sessions = dict[int, RankSession]()
+        self.sessions = dict[int, RankStream]()
         self.open_cut: OpenCut | None = None
         self.differing = set[str]()
         self.refusal: CutRefusal | None = None
@@ -122,7 +122,6 @@ class CutCoordinator:
         self._numbers = count(1)
         self._state = _state_of(model)
         self._began_ns = steady_ns()  # When the present run took over, or the service started.
-        self._tables: Mapping[str, TableSpec] = {}  # Those that the ranks of the run announced.
         self._made: tuple[Mapping[str, TableSpec], int] | None = None  # Created tables, and their last change.
         self._bytes_to_be = 0  # Bytes of the model's tables while some are being created.
         self._retired: Callable[[], DeltasyncError] | None = None
@@ -153,11 +152,8 @@ class CutCoordinator:
         """The connected ranks that publish a table."""
         return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
 
-    async def admit(self, opening: Opening) -> int:
+    async def admit(self, opening: Opening) -> RankStream:
         """Admit a rank, whose run may take over from another. Its tables are created with its first cut.
-
-        Returns:
-            The number of its stream.
 
         Raises:
             NotPermitted: the run belongs to another identity.
@@ -168,9 +164,9 @@ class CutCoordinator:
             LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """
-        stream, specs = next(self._numbers), opening.tables
+        number, specs = next(self._numbers), opening.tables
         self._check_goes_on(opening)
-        if refused := next_state(self._state, self._joined(opening, stream)).error:
+        if refused := next_state(self._state, self._joined(opening, number, {})).error:
             raise refused
         if self.model.seals.newest is None:
             fits = machine.first_cut_fits(specs, self.model.store.capacity)
@@ -182,13 +178,15 @@ class CutCoordinator:
             await asyncio.to_thread(self.model.memory.check, added, f"tables of model {self.model.name!r}")
         tables = self._checked_tables(opening.run, specs)
         self._check_goes_on(opening)  # Again: a rollback may have ended meanwhile.
-        self._do(self._joined(opening, stream))
-        self._tables = {**self._tables, **tables}
+        self._do(self._joined(opening, number, tables))
+        stream = RankStream(number, opening.run.process, specs, opening.takes_deletes)
+        self.sessions[opening.rank] = stream
         return stream
 
-    def leave(self, session: RankSession) -> None:
-        """Record that a rank's stream has ended."""
-        self._do(machine.RankLeft(session.stream))
+    def leave(self, stream: RankStream, reason: str) -> None:
+        """Record that a rank's stream has ended, and why."""
+        stream.ended, stream.since_ns, stream.left = True, steady_ns(), reason
+        self._do(machine.RankLeft(stream.number))
 
     def give_back(self, run: Run, before: Run | None) -> None:
         """Let the run before this one publish again, after this one has failed without a sealed cut."""
@@ -225,7 +223,7 @@ class CutCoordinator:
 
     # Parts of a cut.
 
-    def receive(self, session: RankSession, rank: int, step: int) -> tuple[OpenCut | None, bool]:
+    def receive(self, stream: RankStream, rank: int, step: int) -> tuple[OpenCut | None, bool]:
         """Find the cut for rows of a rank after a step; begins a new one if they are the first of a later step.
 
         Returns:
@@ -238,14 +236,14 @@ class CutCoordinator:
             ServiceUnavailable: the model was deleted, or has left this process.
         """
         self._check_not_retired()
-        actions = self._do(machine.RowsArrived(rank, session.stream, step))
+        actions = self._do(machine.RowsArrived(rank, stream.number, step))
         if machine.Skip() in actions:
             return None, False
         return self.open_cut, any(isinstance(each, machine.BeginPart) for each in actions)
 
-    def close(self, session: RankSession, rank: int, step: int) -> None:
+    def close(self, stream: RankStream, rank: int, step: int) -> None:
         """Record that a rank's part is whole; after the last one, the cut is sealed."""
-        self._do(machine.PartClosed(rank, session.stream, step))
+        self._do(machine.PartClosed(rank, stream.number, step))
 
     def sealed(self, step: int) -> "asyncio.Future[Position]":
         """The position of the cut after a step, of which a rank has closed its part: once replicas can get it."""
@@ -347,7 +345,6 @@ class CutCoordinator:
                     self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
                 self.sessions.clear()
                 self.differing.clear()
-                self._tables = {}
                 self._began_ns = steady_ns()
             case machine.BeginCut(begun):
                 cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
@@ -365,8 +362,6 @@ class CutCoordinator:
                 checksum = self.model.seals.checksum_of(version)
                 self.open_cut.sealed.set_result(Position(self.model.history, version, checksum))
                 self.open_cut = None
-            case machine.ForgetTables():
-                self._tables = {}
 
     async def _seal(self, current: OpenCut) -> None:
         """Bring a complete cut from its last part to the replicas."""
@@ -453,11 +448,11 @@ class CutCoordinator:
         if not goes_on.yes:
             raise goes_on.error(goes_on.reason)
 
-    def _joined(self, opening: Opening, stream: int) -> machine.RankJoined:
+    def _joined(self, opening: Opening, number: int, tables: Mapping[str, TableSpec]) -> machine.RankJoined:
         sessions, gone = self.sessions.values(), None
         if all(session.ended for session in sessions):
             gone = (steady_ns() - max([self._began_ns, *(session.since_ns for session in sessions)])) / 1e9
-        return machine.RankJoined(opening.run, opening.rank, stream, time.time_ns(), gone)
+        return machine.RankJoined(opening.run, opening.rank, number, tables, time.time_ns(), gone)
 
     # Tables.
 
@@ -468,7 +463,7 @@ class CutCoordinator:
             Contradiction: a table differs.
             LimitReached: there would be too many tables.
         """
-        model, others = self.model, self._tables if run.id == self.run_id else {}
+        model, others = self.model, self._state.tables if run.id == self.run_id else {}
         again = [table for table in tables if table.name in others]
         first = {table.name: table for table in tables if table.name not in others}
         changed = [

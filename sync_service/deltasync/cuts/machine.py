@@ -88,6 +88,7 @@ class State:
         earlier: ids of the runs before it, oldest first. None of them may return.
         streams: the newest stream of each rank of the run.
         connected: the streams among them that have not ended.
+        tables: the tables that its ranks announced, by name.
         newest: the newest version.
         cut: the cut under way, if any.
         cuts: number of cuts that were begun.
@@ -98,6 +99,7 @@ class State:
     earlier: tuple[str, ...] = ()
     streams: Mapping[int, int] = field(default_factory=dict)
     connected: frozenset[int] = frozenset()
+    tables: Mapping[str, TableSpec] = field(default_factory=dict)
     newest: Sealed = Sealed()
     cut: CutState | None = None
     cuts: int = 0
@@ -114,7 +116,7 @@ class State:
 
 @dataclass(frozen=True)
 class RankJoined:
-    """A rank has opened a stream.
+    """A rank has opened a stream, and announced tables.
 
     `gone_seconds`: seconds since the last rank of the present run left; None while one is connected.
     """
@@ -122,6 +124,7 @@ class RankJoined:
     run: Run
     rank: int
     stream: int
+    tables: Mapping[str, TableSpec]
     now_unix_ns: int
     gone_seconds: float | None = None
 
@@ -267,12 +270,7 @@ class Answer:
     """Tell the ranks of the cut its version."""
 
 
-@dataclass(frozen=True)
-class ForgetTables:
-    """No rank is connected, and no cut is under way: what the ranks said of their tables no longer counts."""
-
-
-Action = EndStreams | BeginCut | BeginPart | Skip | Seal | Drop | Answer | ForgetTables
+Action = EndStreams | BeginCut | BeginPart | Skip | Seal | Drop | Answer
 
 
 @dataclass(frozen=True)
@@ -313,10 +311,10 @@ def _refused(state: State, error: DeltasyncError) -> Transition:
 
 
 def _at_rest(transition: Transition) -> Transition:
-    """Add what follows once neither a rank nor a cut is left."""
+    """Forget the announced tables once neither a rank nor a cut is left."""
     state = transition.state
     if state.cut is None and not state.connected:
-        return replace(transition, actions=(*transition.actions, ForgetTables()))
+        return replace(transition, state=replace(state, tables={}))
     return transition
 
 
@@ -344,14 +342,15 @@ def _join(state: State, event: RankJoined) -> Transition:
         earlier = (*state.earlier, current.id)[-EARLIER_RUNS:]
         state, actions = replace(state, earlier=earlier), (*actions, EndStreams(decision.reason))
     streams, before = {**state.streams, event.rank: event.stream}, state.streams.get(event.rank)
-    connected = (state.connected - {before}) | {event.stream}
-    return Transition(replace(state, run=run, streams=streams, connected=connected), actions, decision.reason)
+    connected, tables = (state.connected - {before}) | {event.stream}, {**state.tables, **event.tables}
+    state = replace(state, run=run, streams=streams, connected=connected, tables=tables)
+    return Transition(state, actions, decision.reason)
 
 
 def _end_run(state: State, reason: str) -> tuple[State, tuple[Action, ...]]:
     """End the streams of a run. What is being sealed of it goes on."""
     abandoned = _abandon(state, reason)
-    return replace(abandoned.state, streams={}, connected=frozenset()), abandoned.actions
+    return replace(abandoned.state, streams={}, connected=frozenset(), tables={}), abandoned.actions
 
 
 def _give_back(state: State, event: RunFailed) -> Transition:

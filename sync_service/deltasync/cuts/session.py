@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput, Superseded
 from deltasync.base.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.tables import Shard
 from deltasync.cuts.admission import Continuation, Opening, continues
-from deltasync.cuts.coordinator import CutCoordinator, OpenCut
+from deltasync.cuts.coordinator import CutCoordinator, OpenCut, RankStream
 from deltasync.cuts.cut import ChangedRows, MissingRows, PartEnd, RankPart
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, pack_rows
@@ -36,9 +35,7 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     """
     loop = asyncio.get_running_loop()
     layout = await loop.run_in_executor(_OPENS, pack_layout, opening.tables, opening.shards)
-    stream = await coordinator.admit(opening)
-    session = PublishSession(coordinator, opening, stream, layout)
-    coordinator.sessions[session.rank] = session
+    session = PublishSession(coordinator, opening, await coordinator.admit(opening), layout)
     try:
         await session.find_changes()
     except BaseException as error:  # Otherwise it would count as connected.
@@ -49,21 +46,21 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
 
 
 class PublishSession:
-    """An admitted rank. Used in the event loop. For the other attributes see `coordinator.RankSession`.
+    """An admitted rank. Used in the event loop.
 
     Attributes:
         coordinator: the coordinator of its model's ranks.
+        stream: its stream.
+        tables: the tables of its run.
         slots: the slot of each table, by name.
         changed: the rows that its next part must have, because the service named them; None if it named none.
     """
 
-    def __init__(self, coordinator: CutCoordinator, opening: Opening, stream: int, layout: bytes) -> None:
+    def __init__(self, coordinator: CutCoordinator, opening: Opening, stream: RankStream, layout: bytes) -> None:
         self.coordinator = coordinator
         self.run, self.rank, self.stream = opening.run, opening.rank, stream
-        self.process, self.tables = opening.run.process, opening.tables
+        self.tables = opening.tables
         self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
-        self.takes_deletes = opening.takes_deletes
-        self.ended, self.finished, self.since_ns, self.left = False, False, steady_ns(), ""
         self.changed: ChangedRows | None = None
         self._takes_changes = opening.takes_changes
         self._model = coordinator.model
@@ -87,13 +84,12 @@ class PublishSession:
         if isinstance(refusal, InvalidInput):
             self.coordinator.refuse(refusal)
         self.leave(reason)
-        self.report(EventKind.RANK_LEFT, "" if refusal else self.left, refusal)
+        self.report(EventKind.RANK_LEFT, "" if refusal else self.stream.left, refusal)
 
     def leave(self, reason: str) -> None:
         """Record that the rank has finished, or left for a reason, which may be empty."""
-        text = "it has finished" if self.finished else reason or "its stream ended without a goodbye"
-        self.ended, self.since_ns, self.left = True, steady_ns(), text
-        self.coordinator.leave(self)
+        text = "it has finished" if self.stream.finished else reason or "its stream ended without a goodbye"
+        self.coordinator.leave(self.stream, text)
 
     @property
     def decision(self) -> Continuation:
@@ -146,7 +142,7 @@ class PublishSession:
     @property
     def deletes(self) -> list[DeleteRequest]:
         """The deletes that this rank must carry out now."""
-        return self.coordinator.deletes.handed(self.tables) if self.takes_deletes else []
+        return self.coordinator.deletes.handed(self.tables) if self.stream.takes_deletes else []
 
     @property
     def sealed(self) -> Position:
@@ -193,7 +189,7 @@ class PublishSession:
         try:
             await self._unwritten.wait_for_room()
         except LogFull:
-            if self._part and self.coordinator.sessions.get(self.rank) is self:
+            if self._part and self.coordinator.sessions.get(self.rank) is self.stream:
                 self.coordinator.check_room(self._part[0], refused=True)
             raise
 
@@ -211,7 +207,7 @@ class PublishSession:
             open_cut.cut.close(part, end, self._unwritten.take())
             self.coordinator.differing |= end.differing
             self._part = None
-            self.coordinator.close(self, self.rank, end.step)
+            self.coordinator.close(self.stream, self.rank, end.step)
         # Shielded, because other ranks wait for it too.
         self._claim = await asyncio.shield(self.coordinator.sealed(end.step))
         self.changed = None  # The part contained all of it.
@@ -225,11 +221,11 @@ class PublishSession:
         """
         if self._part:
             raise InvalidInput(f"goodbye within the part of step {self._part[0].cut.step}: close it first")
-        self.finished = True
+        self.stream.finished = True
 
     def _part_of(self, step: int) -> tuple[OpenCut, RankPart] | None:
         """This rank's part of the cut after a step, which may begin now; None if it is whole already."""
-        open_cut, begins = self.coordinator.receive(self, self.rank, step)
+        open_cut, begins = self.coordinator.receive(self.stream, self.rank, step)
         if open_cut is None:
             return None
         if begins or self._part is None:

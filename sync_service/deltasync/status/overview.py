@@ -13,7 +13,7 @@ from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.cut_times import DeliveryDurations
-from deltasync.cuts.coordinator import CutCoordinator, RankSession
+from deltasync.cuts.coordinator import CutCoordinator, RankStream
 from deltasync.log.volume import Volume
 from deltasync.model.model import Model
 from deltasync.service.kept_versions import Versions
@@ -208,7 +208,7 @@ class TrainerLine:
     tables: int
 
 
-def rank_state(session: RankSession) -> RankState:
+def rank_state(session: RankStream) -> RankState:
     """The state of a rank; `away` is one that left without a goodbye."""
     return "finished" if session.finished else "away" if session.ended else "connected"
 

@@ -19,7 +19,6 @@ from deltasync.cuts.machine import (
     Drop,
     EndStreams,
     Event,
-    ForgetTables,
     LogFull,
     PartClosed,
     Phase,
@@ -77,6 +76,8 @@ class Ranks:
             self._act(action)
         cut = self.state.cut
         assert self.logged <= ({cut.number} if cut else set()), "the log has rows of one unsealed cut at most"
+        if isinstance(event, RankLeft) and not cut and not self.state.connected:
+            assert not self.state.tables, "the next run may announce others"
         return after
 
     def _act(self, action: object) -> None:
@@ -98,9 +99,6 @@ class Ranks:
                 number = max(self.durable)
                 assert number in self.applied
                 self._answer(number, len(self.versions))
-            case ForgetTables():
-                assert not self.state.connected
-                assert not self.state.cut
             case EndStreams():
                 assert not self.state.streams or self.state.run
             case BeginPart() | Skip():
@@ -122,7 +120,7 @@ class Ranks:
     def join(self, run: Run, rank: int, gone_seconds: float | None = None) -> Transition:
         stream = len(self.streams)
         self.streams[stream] = (run, rank)
-        joined = self.do(RankJoined(run, rank, stream, 10, gone_seconds))
+        joined = self.do(RankJoined(run, rank, stream, {table.name: table for table in TABLES}, 10, gone_seconds))
         if not joined.error:
             self.newest_stream[run.id, rank] = stream
             if run.id not in self.published_by:
