@@ -79,58 +79,6 @@ async def test_parts_of_a_run_are_dropped_when_a_later_one_takes_over(service: S
 
 
 @in_service()
-async def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(service: Service) -> None:
-    first = await begin(service)
-    await begin(service, rank=1)
-    ids = range(10)
-    await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
-    assert 0 < await logged(service) < 1000, "of the later step only"
-
-
-@in_service()
-async def test_a_full_log_reported_late_drops_nothing_of_the_next_cut(service: Service) -> None:
-    """A rank may wait for the log while a later cut takes the version of its own."""
-    first = await begin(service)
-    earlier = first.coordinator.open_cut
-    assert earlier
-    await begin(service, rank=1, step=2)
-    assert await logged(service)
-    log_of(service).capacity = 100
-    with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        first.coordinator.check_room(earlier, refused=True)
-    assert await logged(service)
-    assert first.coordinator.open_cut
-
-
-@in_service()
-async def test_a_full_log_reported_late_does_not_give_up_a_sealed_cut(service: Service) -> None:
-    table, sealed, told = TableSpec("small", 1000, 4), asyncio.Event(), asyncio.Event()
-    session = await join(service, tables=[table], shards=[Shard.whole(table)])
-    ranks = session.coordinator
-    publish = ranks.whenever_sealed
-    assert publish
-
-    async def until_told() -> None:
-        sealed.set()
-        await told.wait()
-        await publish()
-
-    ranks.whenever_sealed = until_told
-    rows = [(0, range(1000), np.ones((1000, 4), "<f4"))]
-    sending = asyncio.create_task(send(session, part(1, rows, full=True)))
-    await asyncio.wait_for(sealed.wait(), 20)
-    current = ranks.open_cut
-    assert current
-    assert ranks.model.seals.newest_version == 1
-    log_of(service).capacity = 100
-    with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        ranks.check_room(current, refused=True)
-    told.set()
-    await sending
-    assert await logged(service)
-
-
-@in_service()
 async def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not_full_for_it(
     service: Service,
 ) -> None:
