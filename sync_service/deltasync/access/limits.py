@@ -5,23 +5,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
 
 from deltasync.access.roles import Identity
 from deltasync.base.errors import InvalidInput, LimitReached
+from deltasync.base.settings import changed, setting, settings_in
 
 
-def _limit(most: int, what: str, *, fixed: bool = False) -> Any:
-    return field(default=most, metadata={"what": what, "fixed": fixed})
+def _limit(most: int, what: str, *, fixed: bool = False) -> int:
+    return setting(most, what, reload=not fixed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits.
-
-    A field's metadata has `what` it limits, and whether it is `fixed` while the service runs.
-    """
+    """The limits, each declared with what it limits, and whether it is `fixed` while the service runs."""
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
@@ -51,18 +49,21 @@ class LimitOptions:
                 raise InvalidInput(f"limit {name}: {most!r}, expected a whole number of at least 1")
 
     @classmethod
-    def described(cls, settings: object) -> "LimitOptions":
-        """The limits from a table of a configuration; a missing one has its default.
+    def read(cls, table: object, flags: Mapping[str, str]) -> "LimitOptions":
+        """The limits of the configuration's table and of flags, which win; a missing one has its default.
 
         Raises:
             InvalidInput: a limit does not exist or is not a number.
         """
-        if not isinstance(settings, Mapping):
+        if not isinstance(table, Mapping):
             raise InvalidInput("limits: expected a table of limits by name")
-        names = [each.name for each in fields(cls)]
-        if unknown := sorted(settings.keys() - set(names)):
+        numbers = {
+            name: int(text) if text.isdecimal() and len(text) < 20 else text for name, text in flags.items()
+        }
+        names = [each.name for each in settings_in(cls)]
+        if unknown := sorted({*table, *flags} - set(names)):
             raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(names)}")
-        return cls(**settings)
+        return cls(**{**table, **numbers})
 
     def within(self, files: int) -> "LimitOptions":
         """These limits, with fewer connections if the process may not open enough `files`.
@@ -125,12 +126,10 @@ class Limits:
     def take(self, options: LimitOptions) -> str:
         """Switch to other limits, except fixed ones; return the changes in words."""
         before, after = vars(self.options), vars(options)
-        fixed = {each.name for each in fields(LimitOptions) if each.metadata["fixed"]}
-        self.options = replace(options, **{name: before[name] for name in fixed})
-        changed = [name for name in after if after[name] != before[name]]
-        words = [f"limit {name}: {after[name]}, was {before[name]}" for name in changed if name not in fixed]
-        later = [f"limit {name}: {after[name]} after the next start" for name in changed if name in fixed]
-        return "; ".join(words + later)
+        now, later = changed(self.options, options)
+        self.options = replace(self.options, **{name: after[name] for name in now})
+        words = [f"limit {name}: {after[name]}, was {before[name]}" for name in now]
+        return "; ".join([*words, *(f"limit {name}: {after[name]} after the next start" for name in later)])
 
     def check(self, name: str, number: int) -> None:
         """Check a number against a limit.
@@ -172,8 +171,9 @@ class Limits:
             self.add(name, -number)
 
 
+@cache
 def _what(name: str) -> str:
-    return next(str(each.metadata["what"]) for each in fields(LimitOptions) if each.name == name)
+    return next(each.help for each in settings_in(LimitOptions) if each.name == name)
 
 
 @dataclass(frozen=True)

@@ -32,20 +32,6 @@ class TlsOptions:
     key: Path
     client_ca: Path | None = None
 
-    @classmethod
-    def of_settings(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> "TlsOptions | None":
-        """The options from settings; None without any file, which means no TLS.
-
-        Raises:
-            InvalidInput: the certificate or its key is missing.
-        """
-        if cert and key:
-            return cls(cert=cert, key=key, client_ca=client_ca)
-        if cert or key or client_ca:
-            missing = [name for name, path in (("--tls-cert", cert), ("--tls-key", key)) if not path]
-            raise InvalidInput(f"TLS needs a certificate and its key: also give {' and '.join(missing)}")
-        return None
-
     @property
     def files(self) -> list[Path]:
         """All files."""

@@ -69,7 +69,7 @@ class ClusterOptions:
         taking_at_once: number of models to take over concurrently.
     """
 
-    lease_seconds: float = 6.0
+    lease_seconds: float
     taking_at_once: int = 4
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def publish_wide(service: RunningService, model: str) -> None:
 
 
 def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
-    data_dir = running.options.service.data_dir
+    data_dir = running.options.data_dir
     said = f"Error: {data_dir} is in use by another service: give this one its own --data-dir"
     assert refusal(data_dir) == said
     assert running.get("/readyz")[0] == 200

@@ -95,7 +95,10 @@ def service(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def secured(tmp_path: Path, pki: Pki, **settings: Any) -> RunningService:
     service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options, **settings)
+    files = pki.options
+    service.options = replace(
+        service.options, tls_cert=files.cert, tls_key=files.key, tls_client_ca=files.client_ca, **settings
+    )
     return service
 
 
