@@ -92,7 +92,6 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
             r"{}/file/data cannot be made: Not a directory \(.*\): move away the file of that name, or choose "
             "another --data-dir$",
         ),
-        (("--consumer", "a/b=m"), "consumer name 'a/b'"),
     ],
 )
 def test_what_keeps_it_from_starting_is_an_error_that_says_so(
