@@ -50,11 +50,7 @@ class LimitOptions:
 
     @classmethod
     def read(cls, table: object, flags: Mapping[str, str]) -> "LimitOptions":
-        """The limits of the configuration's table and of flags, which win; a missing one has its default.
-
-        Raises:
-            InvalidInput: a limit does not exist or is not a number.
-        """
+        """The limits of the configuration's table and of flags, which win; a missing one has its default."""
         if not isinstance(table, Mapping):
             raise InvalidInput("limits: expected a table of limits by name")
         numbers = {
@@ -132,11 +128,7 @@ class Limits:
         return "; ".join([*words, *(f"limit {name}: {after[name]} after the next start" for name in later)])
 
     def check(self, name: str, number: int) -> None:
-        """Check a number against a limit.
-
-        Raises:
-            LimitReached: the number is too large; the message names the limit.
-        """
+        """Check a number against a limit."""
         most = getattr(self.options, name)
         if number > most:
             self.refused[name] += 1
@@ -144,11 +136,7 @@ class Limits:
             raise LimitReached(text, detail=f"; these would be {number}")
 
     def check_more(self, name: str, more: int = 1) -> None:
-        """Check that a limit allows `more` on top of its current use.
-
-        Raises:
-            LimitReached: it does not; the message names the limit.
-        """
+        """Check that a limit allows `more` on top of its current use."""
         if more > 0:  # A lowered limit takes nothing from its current users.
             self.check(name, self.number(name) + more)
 
@@ -158,11 +146,7 @@ class Limits:
 
     @contextmanager
     def taking(self, name: str, number: int = 1) -> Iterator[None]:
-        """Add to the current use of a limit while the block runs.
-
-        Raises:
-            LimitReached: the limit does not allow it.
-        """
+        """Add to the current use of a limit while the block runs."""
         self.check_more(name, number)
         self.add(name, number)
         try:
@@ -229,9 +213,6 @@ class StreamLimits:
 
         Peers `without_role` may only ask for the service's health. They share a small limit, or they could use up
         the streams of all others.
-
-        Raises:
-            LimitReached: there are too many streams, or they are opened too fast.
         """
         self._note_open(peer, "opens_per_second_per_peer")  # First, as a refusal must not cost other peers tokens.
         self._note_open(_ALL, "opens_per_second")

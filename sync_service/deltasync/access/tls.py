@@ -39,18 +39,12 @@ class TlsOptions:
 
     @property
     def exposure(self) -> str:
-        """A warning if all users of this machine can read the key; otherwise empty.
-
-        Raises:
-            InvalidInput: the file has disappeared.
-        """
+        """A warning if all users of this machine can read the key; otherwise empty."""
         if readable_by_all(self.key):
             return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
         return ""
 
 
-# Interval between checks for changed files.
-LOOK_SECONDS = 1.0
 # The service closes a connection whose handshake takes longer.
 HANDSHAKE_SECONDS = 10.0
 # Attempts to read files that change during the read.
@@ -78,11 +72,7 @@ class Certificates:
 
     @classmethod
     def read(cls, options: TlsOptions) -> "Certificates":
-        """Read the files. Blocks.
-
-        Raises:
-            InvalidInput: a file is unreadable or not PEM, or the key does not fit the certificate.
-        """
+        """Read the files. Blocks."""
         for _ in range(_TRIES):
             contents = _contents(options)
             try:
@@ -133,14 +123,10 @@ class CertificateFiles:
         newest: the newest valid certificates.
     """
 
-    def __init__(self, options: TlsOptions) -> None:
-        """Read the files.
-
-        Raises:
-            InvalidInput: see `Certificates.read`.
-        """
+    def __init__(self, options: TlsOptions, look_seconds: float) -> None:
+        """Read the files, and look for changes this often."""
         self._options = options
-        self._watch = FileWatch(options.files, LOOK_SECONDS)
+        self._watch = FileWatch(options.files, look_seconds)
         self.newest = Certificates.read(options)
         self._handed = self.newest
 

@@ -87,13 +87,7 @@ async def serve(
 ) -> None:
     """Run the service until SIGTERM or SIGINT, and reload roles, consumers and limits on SIGHUP.
 
-    Args:
-        options: the settings.
-        read: reads the settings again; None = there is no configuration file.
-        start_probe: starts the probe; None = no probe.
-
-    Raises:
-        InvalidInput, StorageFailed, ServiceUnavailable: see `run`.
+    `read` reads the settings again; None = there is no configuration file.
     """
     write_no_core()
     keep_freed_memory()
@@ -146,23 +140,13 @@ async def run(
     read: Reader | None = None,
     start_probe: StartProbe | None = None,
 ) -> None:
-    """Run the service until `stopping` is set; the process may also do other work.
-
-    Whenever `reloading` is set, reload the roles, and consumers and limits from the configuration.
-
-    Raises:
-        InvalidInput: other machines can reach an unprotected address, the roles file is wrong, or the TLS files
-            are missing or do not match.
-        StorageFailed: the data directory is damaged or in use.
-        ServiceUnavailable: a port is in use.
-    """
-    exposure = _checked_exposure(options)
+    """Run the service until `stopping` is set; whenever `reloading` is set, reload roles, consumers and limits."""
+    exposure, admin_token = _checked_exposure(options), _admin_token(options)
     roles = RolesFile(options.roles) if options.roles else None
     certificates = None
     if options.tls_cert and options.tls_key:
-        certificates = CertificateFiles(
-            TlsOptions(cert=options.tls_cert, key=options.tls_key, client_ca=options.tls_client_ca)
-        )
+        files = TlsOptions(cert=options.tls_cert, key=options.tls_key, client_ca=options.tls_client_ca)
+        certificates = CertificateFiles(files, options.look_seconds)
     logs = await open_logs(options, options.brokers) if options.brokers else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options, tasks, logs)
@@ -174,7 +158,8 @@ async def run(
             await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
             if recovery.done():  # Raise a failure before listening.
                 await recovery
-            access = _access(service, roles, exposure)
+            access = Access(admin_token, roles.roles if roles else None, Audit(service.events))
+            access.exposure = exposure
             also += [tasks.create_task(each.run()) for each in (service, service.checkpoints, service.versions)]
             if roles:
                 also.append(tasks.create_task(roles.follow(access, service.events)))
@@ -206,13 +191,7 @@ def _checked_exposure(options: ServiceOptions) -> str:
 
 
 async def open_logs(options: ServiceOptions, brokers: BrokerOptions) -> JetStreamLogs:
-    """Open the shared logs, and check whether the brokers could lose acknowledged data.
-
-    Raises:
-        InvalidInput: they could, and the options do not accept it; or the data directory belongs to a service
-            with a private log, whose checkpoints this process would remove.
-        StorageFailed: no broker is usable.
-    """
+    """Open the shared logs, unless the brokers could lose acknowledged data and nobody accepts that."""
     if (own := options.data_dir / "log" / "data.mdb").exists():
         raise InvalidInput(
             f"{options.data_dir} belongs to a service with a private log, {own}; with a shared log, this process "
@@ -229,12 +208,6 @@ async def open_logs(options: ServiceOptions, brokers: BrokerOptions) -> JetStrea
     for risk in logs.accepted_risks:
         logger.warning("accepted risk: %s", risk)
     return logs
-
-
-def _access(service: Service, roles: RolesFile | None, exposure: str) -> Access:
-    access = Access(_admin_token(service.options), roles.roles if roles else None, Audit(service.events))
-    access.exposure = exposure
-    return access
 
 
 def _admin_token(options: ServiceOptions) -> str | None:
@@ -462,11 +435,7 @@ async def _probing(
 
 @contextlib.asynccontextmanager
 async def _among_others(service: Service, where: Addresses) -> AsyncIterator[None]:
-    """Take part in the cluster during the block, if the log is shared; hand the models over at the end.
-
-    Raises:
-        StorageFailed, ServiceUnavailable: the brokers are unusable.
-    """
+    """Take part in the cluster during the block, if the log is shared; hand the models over at the end."""
     options, logs = service.options, service.logs
     if (brokers := options.brokers) is None or not isinstance(logs, JetStreamLogs):
         yield

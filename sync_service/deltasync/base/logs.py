@@ -28,9 +28,6 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
     Args:
         form: a `LogFormat`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
         levels: see `set_levels`; empty = DELTASYNC_LOG_LEVEL.
-
-    Raises:
-        InvalidInput: one of them has another form.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, level in _LOUD.items():
@@ -52,21 +49,13 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
 
 
 def set_levels(text: str) -> None:
-    """Set the lowest levels to log: `debug`, or for single loggers too: `info,deltasync.api=debug`.
-
-    Raises:
-        InvalidInput: it has another form; nothing was changed.
-    """
+    """Set the lowest levels to log: `debug`, or for single loggers too: `info,deltasync.api=debug`."""
     for name, level in parse_levels(text).items():
         logging.getLogger(name).setLevel(level)
 
 
 def parse_levels(text: str) -> dict[str, int]:
-    """Parse the text of `set_levels`.
-
-    Raises:
-        InvalidInput: it has another form.
-    """
+    """Parse the text of `set_levels`."""
     parsed = dict[str, int]()
     for each in text.split(","):
         name, equals, level = each.strip().rpartition("=")

@@ -90,11 +90,7 @@ def write_certificates(
     expiry: datetime,
     servers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Make a CA and certificates for a service, clients and other servers with the host names of each.
-
-    Raises:
-        InvalidInput: a name suits neither a certificate nor a file, or a file exists.
-    """
+    """Make a CA and certificates for a service, clients and other servers with the host names of each."""
     others = [*clients, *servers]
     for name in others:
         check_name("client", name)

@@ -55,6 +55,7 @@ class ServiceOptions:
 
     Attributes:
         storage_seconds: longest time to wait for one answer of the storage for copies of checkpoints.
+        look_seconds: pause between two looks at what is due: checkpoints, versions to keep, changed files.
         progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
             readiness limit.
         silence_seconds: end a stream on which either side sends nothing for this long.
@@ -220,6 +221,7 @@ class ServiceOptions:
         reload=True,
     )
     storage_seconds: float = DEADLINE_SECONDS
+    look_seconds: float = 1.0
     progress_seconds: float = 5.0
     silence_seconds: float = 15.0
 

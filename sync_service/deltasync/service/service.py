@@ -109,7 +109,14 @@ class Service:
         )
         self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events, clock)
         self.following = Following(
-            self.models, self.registry, self.consumers, self.views, self.histories, self.events, clock
+            self.models,
+            self.registry,
+            self.consumers,
+            self.views,
+            self.histories,
+            self.events,
+            clock,
+            options.look_seconds,
         )
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)

@@ -179,11 +179,12 @@ def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_full_log_refuses_parts_and_everything_else_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 1000)
     rows = random_rows(0)
-    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, checkpoint_bytes=1 << 19) as service:
+    with RunningService(
+        tmp_path / "data", log_max_bytes=2 << 20, checkpoint_bytes=1 << 19, look_seconds=1000
+    ) as service:
         with RankStream(service.grpc) as rank:
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))
