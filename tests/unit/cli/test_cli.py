@@ -179,6 +179,7 @@ def test_a_wrong_file_is_an_error_that_says_what(
         (["--limit", "streams=" + "9" * 5000], "expected a whole number"),
         (["--consumer", "a=m", "--consumer", "a=n"], "'a=n': expected NAME=MODEL, and each NAME once"),
         (["--consumer", "a/b=m"], "consumer name 'a/b'"),
+        (["--lease-seconds", "0.1"], "0.1 is not in the range 0.5<=x<=3600"),
         (["--keep-checkpoints", "1"], "1 is not in the range x>=2"),
         (["--replica-retention-seconds", "-1"], "-1.0 is not in the range x>=0"),
         (["--limit", "streams=0"], "limit streams: 0, expected a whole number of at least 1"),
