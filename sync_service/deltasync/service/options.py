@@ -91,8 +91,8 @@ class ServiceOptions:
     )
     roles: Path | None = setting(
         None,
-        "File with the roles of tokens and certificates, see `deltasync tokens`; reloaded when it changes. Without "
-        "it anyone may publish, subscribe and read.",
+        "File with the roles of tokens and certificates, see `deltasync tokens`; reloaded when it changes. "
+        "Without it anyone may publish, subscribe and read.",
     )
     admin_token: str | None = setting(None, "Token that gets role admin.", secret=True)
     admin_token_file: Path | None = setting(
