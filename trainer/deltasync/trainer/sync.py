@@ -71,7 +71,6 @@ class DeltaSync:
             TrackerOptions(
                 consumers=[CONSUMER],
                 mode=TrackingMode.EMBEDDING_LAST,
-                auto_compact=True,
                 fqns_to_skip=options.fqns_to_skip,
                 dense=options.dense and first,
                 id_maps=True,
@@ -321,8 +320,7 @@ class DeltaSync:
             self._searched = True  # Once is enough, because this thread changes no rows until `flush` returns.
             if self._published_changes == self.tracker.changes and failure is None:
                 try:
-                    due = self.tracker.get_delta_ids(CONSUMER)
-                    if due.rows or due.deletes:  # For example after a backward without a step.
+                    if self.tracker.get_delta_ids(CONSUMER).rows:  # For example after a backward without a step.
                         self._published_changes = -1
                 except DeltasyncError as error:  # `_agree` reports it to the other ranks.
                     failure = error
@@ -359,8 +357,8 @@ class DeltaSync:
         if isinstance(error, Exception):
             return error
         position = answer.result()
-        self.tracker.acknowledge(cut.token)
-        self._run.note_sealed(position, cut.token.cursor)
+        self.tracker.acknowledge(cut.delta)
+        self._run.note_sealed(position, cut.delta.cursor)
         self._published_changes = cut.changes
         self._trouble.end()
         self.stats.add(position, cut.part, cut.seconds)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 
@@ -18,8 +17,6 @@ from deltasync.trainer.tracking.modules import table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
 
-_ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
-
 
 @dataclass(frozen=True, eq=False)
 class TrackedShard:
@@ -28,9 +25,8 @@ class TrackedShard:
     Attributes:
         shard: its rows and columns.
         weight: its values, [rows, cols].
-        states: states of the fused optimizer, momentum first: each [rows, cols], or [rows, 1] for one value per
-            row. Empty without a fused optimizer or if it has no states.
-        rowwise_adagrad: whether the momentum is that of row-wise Adagrad.
+        states: states of the fused optimizer, each [rows, cols], or [rows, 1] for one value per row. Empty without
+            a fused optimizer or if it has no states.
         cached_in: the kernel whose cache has the newest rows, to flush before a read; None without a cache.
         cache_offset: the number of the shard's first row in the cache.
         source: for a tensor outside sharded modules, its module and attribute, because the model may replace it.
@@ -39,15 +35,9 @@ class TrackedShard:
     shard: Shard
     weight: torch.Tensor
     states: Sequence[torch.Tensor] = ()
-    rowwise_adagrad: bool = False
     cached_in: Any = None
     cache_offset: int = 0
     source: ModuleTensor | None = None
-
-    @property
-    def momentum(self) -> torch.Tensor | None:
-        """The first state of the fused optimizer; None if there is none."""
-        return self.states[0] if self.states else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +180,7 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
         cache = _cache(kernel, number)
-        tracked = TrackedShard(shard, weight.detach(), states[number], _is_rowwise_adagrad(kernel), *cache)
+        tracked = TrackedShard(shard, weight.detach(), states[number], *cache)
         fused = kernel._config.compute_kernel is not EmbeddingComputeKernel.DENSE
         tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
     return tables
@@ -213,10 +203,6 @@ def _states(kernel: Any, tables: int) -> list[list[torch.Tensor]]:
         return [[] for _ in range(tables)]
     by_table = kernel.emb_module.split_optimizer_states() or [[]] * tables
     return [[_matrix(state.detach()) for state in states] for states in by_table]
-
-
-def _is_rowwise_adagrad(kernel: Any) -> bool:
-    return getattr(kernel.emb_module, "optimizer", None) in _ROWWISE_ADAGRAD
 
 
 def _matrix(state: torch.Tensor) -> torch.Tensor:

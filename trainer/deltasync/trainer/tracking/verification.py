@@ -70,7 +70,7 @@ class Verification:
         """Local ids of a table's rows that differ from the copies without a later stamp: int64 [n]."""
         shards = zip(self._tables[number].shards, self._copies[number], strict=True)
         differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
-        return torch.nonzero(differing & (self._stamps.stamps[number].abs() <= self._cursor)).squeeze(1)
+        return torch.nonzero(differing & (self._stamps.of(number).abs() <= self._cursor)).squeeze(1)
 
 
 def _what_changed(table: TrackedTable, ids: torch.Tensor) -> str:
