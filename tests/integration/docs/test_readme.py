@@ -79,7 +79,7 @@ RUN = {
         ),
     ],
     "protos/README.md": ["checksum", "replica"],
-    "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "export", "publisher"],
+    "trainer/README.md": ["serve", "step", "tensorboard", "checkpoint", "export", "publisher"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
     "trainer/deltasync/trainer/pipelines/README.md": ["serve", "model", "pipeline", "tensordicts"],
 }
