@@ -58,10 +58,6 @@ class TrainingRun:
         """Return the publisher, or make one. All ranks call this together, while no cut is in progress.
 
         After a resharding, ranks have other shards, and announce them under a new run id.
-
-        Raises:
-            InvalidInput: this rank cannot read the file of its token or certificates. Other ranks may succeed. The
-                collectives are complete at that point.
         """
         if self._announced != self._tracker.attachments:
             self.disconnect()
@@ -123,11 +119,7 @@ class CutUnderWay:
     """
 
     def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
-        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them.
-
-        Raises:
-            DeltasyncError: the publisher cannot send such a part.
-        """
+        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them."""
         self.delta, self.part, self.changes = delta, part, changes
         self._publisher = publisher
         self._started = self._ended = 0.0

@@ -67,11 +67,7 @@ def published_state(
 
 
 def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Check that these are the states of all ranks of one checkpoint.
-
-    Raises:
-        InvalidInput: states are missing, belong to another checkpoint or have a newer format.
-    """
+    """Check that these are the states of all ranks of one checkpoint."""
     if isinstance(saved, Mapping):
         raise InvalidInput("expected a list with the states of all ranks, got one state")
     for state in saved:

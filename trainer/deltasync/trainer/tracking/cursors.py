@@ -96,11 +96,7 @@ class ConsumerCursor:
         return self.moved_to(NOTHING)
 
     def moved_back(self, cursor: int) -> "ConsumerCursor":
-        """A cursor for the same consumer at `cursor`, but not later than this one.
-
-        Raises:
-            InvalidInput: the consumer has first values, which only exist for its current cursor.
-        """
+        """A cursor for the same consumer at `cursor`, but not later than this one."""
         if self.first_values:
             raise InvalidInput(
                 f"consumer {self.name!r} of mode {self.mode.value!r} cannot go back: first values only exist for "

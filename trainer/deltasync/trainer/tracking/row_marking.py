@@ -167,11 +167,7 @@ class RowMarking:
     # -- steps and reads
 
     def end_step(self) -> None:
-        """Record that an optimizer step is complete. For the training thread.
-
-        Raises:
-            Contradiction: other code has replaced a hook.
-        """
+        """Record that an optimizer step is complete. For the training thread."""
         self._hooks.check()
         self._gate.training_here()
         if not self._overlaps or self._steps_waited:  # Ids wait for at most one more step.
@@ -182,13 +178,7 @@ class RowMarking:
         self.changes += 1
 
     def settle(self) -> None:
-        """Stamp all rows that have changed so far, with or without a lookup. Call within the gate's `reading`.
-
-        Raises:
-            Contradiction: with `verify`, rows have changed without a mark.
-            InvalidInput: a tensor outside tables was replaced by one that cannot be published, or a map of ids
-                contradicts itself.
-        """
+        """Stamp all rows that have changed so far, with or without a lookup. Call within the gate's `reading`."""
         self._stamp_waiting()
         with self._cost.timed_reading():
             flush_caches(self._tables)

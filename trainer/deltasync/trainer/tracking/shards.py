@@ -99,9 +99,6 @@ class TrackedTable:
 
         Args:
             ids: global row ids, [n] of any integer type.
-
-        Raises:
-            InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
         """
         check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
@@ -113,12 +110,7 @@ _ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
-    """Check that `ids` are global row ids of a table.
-
-    Raises:
-        TypeError: `ids` is not a tensor.
-        InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
-    """
+    """Check that `ids` are global row ids of a table."""
     check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
     if ids.dim() != 1 or ids.dtype not in _ID_TYPES:
         raise InvalidInput(
@@ -133,11 +125,7 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
 
 
 def check_deletable(table: TableSpec) -> None:
-    """Check that rows of a table can be deleted.
-
-    Raises:
-        InvalidInput: it is not an embedding table.
-    """
+    """Check that rows of a table can be deleted."""
     if not table.kind.ranked:
         raise InvalidInput(
             f"table {table.name!r} is of kind {table.kind.value!r}: only rows of embeddings can be deleted"
@@ -145,11 +133,7 @@ def check_deletable(table: TableSpec) -> None:
 
 
 def dense_table(tensor: ModuleTensor) -> TrackedTable:
-    """A parameter, buffer or unsharded table as a tracked table.
-
-    Raises:
-        InvalidInput: its type or layout cannot be published.
-    """
+    """A parameter, buffer or unsharded table as a tracked table."""
     states = [_matrix(state) for state in tensor.states]
     shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), states, source=tensor)
     return TrackedTable(tensor.table, [shard], [], fused=False, replicated=True)
@@ -165,11 +149,7 @@ def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
 
 
 def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
-    """The tables of one kernel of a lookup, in the order of the lookup.
-
-    Raises:
-        InvalidInput: its rows cannot be read.
-    """
+    """The tables of one kernel of a lookup, in the order of the lookup."""
     weights = kernel.split_embedding_weights()
     states = _states(kernel, len(weights))
     tables = []
@@ -210,11 +190,7 @@ def _matrix(state: torch.Tensor) -> torch.Tensor:
 
 
 def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
-    """Join the column shards of each table, given as one `TrackedTable` per shard.
-
-    Raises:
-        InvalidInput: the shards have different rows.
-    """
+    """Join the column shards of each table, given as one `TrackedTable` per shard."""
     by_name: dict[str, TrackedTable] = {}
     for table in tables:
         first = by_name.setdefault(table.name, table)
@@ -252,11 +228,7 @@ def _kernels_with_cache(tables: Sequence[TrackedTable]) -> set[Any]:
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:
-    """Switch to the new tensors where the model has replaced a tensor.
-
-    Raises:
-        InvalidInput: a tensor can no longer be read.
-    """
+    """Switch to the new tensors where the model has replaced a tensor."""
     for table in tables:
         for tracked in table.shards:
             if tracked.source:
@@ -264,11 +236,7 @@ def follow_replaced(tables: Sequence[TrackedTable]) -> None:
 
 
 def table_dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:
-    """The type of an embedding table's values.
-
-    Raises:
-        InvalidInput: rows of that type cannot be tracked.
-    """
+    """The type of an embedding table's values."""
     if dtype not in _DTYPES:
         raise InvalidInput(f"table {name!r}: weights of type {dtype}, expected float32 or float16")
     return _DTYPES[dtype]

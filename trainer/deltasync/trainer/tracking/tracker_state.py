@@ -71,12 +71,7 @@ def published(
 
 
 def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, ConsumerCursor]:
-    """Set the stamps of `tables` from the states of all saving ranks; returns the saved cursors by consumer.
-
-    Raises:
-        InvalidInput: these are not states of a tracker, have a newer format, or a table lacks what a consumer's
-            mode reads. Nothing has changed then.
-    """
+    """Set the stamps of `tables` from the states of all saving ranks; returns the saved cursors by consumer."""
     _check_states(states)
     try:
         return _load(tables, stamps, states)

@@ -144,9 +144,6 @@ def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
         fqn: the table's FQN.
         config: its `BaseEmbeddingConfig`.
         compute_kernel: its kernel in the sharding plan.
-
-    Raises:
-        InvalidInput: its rows cannot be tracked.
     """
     advice = "or leave the table out (fqns_to_skip)"
     for flag, effect in REFUSED_FLAGS.items():
@@ -188,11 +185,7 @@ def rule_of(kernel: Any) -> UpdateRule:
 
 
 def check_tracked(name: str, kernel: Any) -> None:
-    """Check that the rows of a kernel of module `name` can be tracked.
-
-    Raises:
-        InvalidInput: its rows cannot be tracked.
-    """
+    """Check that the rows of a kernel of module `name` can be tracked."""
     rule = rule_of(kernel)
     if rule.marking is Marking.REFUSED:
         tables = ", ".join(repr(config.name) for config in kernel._config.embedding_tables)

@@ -38,11 +38,7 @@ class Verification:
         self._excused.update(tables)
 
     def check(self) -> None:
-        """Compare all rows with the copies, and mark rows that have changed without a mark.
-
-        Raises:
-            Contradiction: there are such rows; the message names them.
-        """
+        """Compare all rows with the copies, and mark rows that have changed without a mark."""
         if self._stamps.clock <= self._cursor:  # The clock has restarted.
             self._cursor = 0
         unseen = {number: self._unseen(number) for number in self._copies}
