@@ -82,7 +82,7 @@ def test_rows_of_a_mask_are_stamped_whatever_their_number(kind: str) -> None:
     stamps.clock = 3
     mask = torch.arange(ROWS, device=device_of(kind)) % 7 == 2
     with no_waiting(kind):
-        stamps.replace(torch.where(mask, stamps.clock, stamps.settled()))
+        stamps.replace(stamps.settled().masked_fill(mask, stamps.clock))
     assert stamps.later(2).tolist() == list(range(2, ROWS, 7))
     assert not len(stamps.later(3))
     with no_waiting(kind):

@@ -113,11 +113,7 @@ class PublishedVersions:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "PublishedVersions":
-        """The versions that all ranks of a checkpoint share, with cursors for a tracker that has loaded it.
-
-        Args:
-            states: `DeltaSync.state_dict` of each rank.
-        """
+        """The versions that all ranks of a checkpoint share, with cursors for a tracker that has loaded it."""
         clock = max(int(state["tracker"]["clock"]) for state in states)
         by_rank = [_cursors(state, clock - int(state["tracker"]["clock"])) for state in states]
         shared = [key for key in by_rank[0] if all(key in each for each in by_rank)]

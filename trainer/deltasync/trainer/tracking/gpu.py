@@ -83,13 +83,9 @@ class DueCount:
     arrival: torch.cuda.Event | None
 
     def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Upper bounds of the number of rows now stamped after the cursor, by table.
+        """Upper bounds of the number of rows now stamped after the cursor, by table, given their rows.
 
-        Waits for GPU work launched before the count, but not for later work.
-
-        Args:
-            rows: by table, number of rows.
-            written: the current `RowStamps.written`.
+        `written` is the current `RowStamps.written`. Waits for the GPU's work before the count, but not for later.
         """
         if self.arrival:
             self.arrival.synchronize()

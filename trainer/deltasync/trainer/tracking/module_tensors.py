@@ -96,15 +96,7 @@ class ModuleTensor:
 def module_tensors(
     model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()
 ) -> list[ModuleTensor]:
-    """All parameters and buffers outside sharded modules that `state_dict` has, each once.
-
-    Leaves out tensors without elements.
-
-    Args:
-        model: the model.
-        dense: also return tensors that are not embedding tables.
-        fqns_to_skip: tables that are not read, so their newest rows may be in a cache.
-    """
+    """All parameters and buffers outside sharded modules with elements that `state_dict` has, each once."""
     embeddings = {id(module): weight for _, module, weight in _embedding_modules(model)}
     tables = {id(weight) for weight in embeddings.values() if _is_table(weight)}
     states: dict[int, Sequence[torch.Tensor]] = {}
@@ -137,13 +129,7 @@ def module_tensors(
 
 
 def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()) -> list[str]:
-    """A warning for each unsharded embedding module whose rows no policy can rank or quantise.
-
-    Args:
-        model: the model.
-        dense: whether parameters are published.
-        fqns_to_skip: tables that are not published.
-    """
+    """A warning for each unsharded embedding module whose rows no policy can rank or quantise."""
     sentences, instead = [], "which no policy ranks or quantises" if dense else "which dense=False leaves out"
     for name, _, weight in _embedding_modules(model):
         if not (_is_table(weight) or is_skipped(name, fqns_to_skip)):

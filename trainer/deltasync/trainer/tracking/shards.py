@@ -95,11 +95,7 @@ class TrackedTable:
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert global ids to local ids, leaving out rows of other ranks: int64 [m].
-
-        Args:
-            ids: global row ids, [n] of any integer type.
-        """
+        """Convert global ids ([n], any integer type) to local ids, leaving out rows of other ranks: int64 [m]."""
         check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
         return local[(local >= 0) & (local < self.rows)]

@@ -132,7 +132,7 @@ class RowStamps:
             self.stamp_all(table)
             return
         deleted, stamps = self.deleted_later(table, 0), self.of(table)
-        self._replace(table, torch.where(stamps < 0, stamps, self.clock))
+        self._replace(table, stamps.masked_fill(stamps >= 0, self.clock))
         for tracked in self._tables[table].shards:
             self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
 
@@ -142,7 +142,7 @@ class RowStamps:
             for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
                 if tracked.weight.is_cuda:  # Listing or counting the rows would wait for the GPU.
                     changed = followed.follow_all(tracked.weight)
-                    self._replace(number, torch.where(changed, self.clock, self.of(number)))
+                    self._replace(number, self.of(number).masked_fill(changed, self.clock))
                 else:
                     self.stamp(number, followed.follow(tracked.weight))
 
@@ -177,17 +177,17 @@ class RowStamps:
 
     def tick(self) -> int:
         """Return a cursor that includes all stamps so far; later stamps are greater."""
-        for number in range(len(self._tables)):
-            self.of(number)
+        for each in self._stamps:
+            each.settled()
         self.clock += 1
         return self.clock - 1
 
     def restart_clock(self) -> None:
         """Restart the clock, and stamp every row as changed or deleted after a cursor of 0."""
-        before, self.clock = [self.of(number) for number in range(len(self._tables))], 1
+        before, self.clock = [each.settled() for each in self._stamps], 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
         for number, stamps in enumerate(before):
-            self._replace(number, torch.where(stamps < 0, -self.clock, self.clock))
+            self._replace(number, stamps.sign().masked_fill_(stamps == 0, 1))
 
     def _replace(self, table: int, stamps: torch.Tensor | int) -> None:
         self.written[table] += self._tables[table].rows
@@ -220,7 +220,8 @@ class TableStamps:
         """Stamp rows, see `RowStamps.stamp`."""
         if ids.is_cuda:  # Another stream has allocated the ids and must not reuse their memory yet.
             ids.record_stream(torch.cuda.current_stream(ids.device))
-        inside = torch.where((ids >= 0) & (ids < len(self._stamps)), ids, 0)
+        # `torch.where` would copy the 0 to the GPU, and wait.
+        inside = ids.masked_fill((ids < 0) | (ids >= len(self._stamps)), 0)
         self._stamps.index_fill_(0, inside.long(), self.clock)
 
     def delete(self, ids: torch.Tensor) -> None:
@@ -229,7 +230,10 @@ class TableStamps:
 
     def replace(self, stamps: torch.Tensor | int) -> None:
         """Replace all stamps, by one number or by those of each row."""
-        self._stamps[:] = stamps
+        if isinstance(stamps, int):
+            self._stamps.fill_(stamps)
+        else:
+            self._stamps.copy_(stamps)
 
     def later(self, cursor: int) -> torch.Tensor:
         """Ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
@@ -249,13 +253,7 @@ class HostStamps(TableStamps):
     """
 
     def __init__(self, rows: int, bits: tracking.Marks, marked: NDArray[np.int64]) -> None:
-        """Start without stamps.
-
-        Args:
-            rows: number of rows.
-            bits: [words], for the marks.
-            marked: [1], an upper bound of the number of marked rows.
-        """
+        """Start without stamps. `bits` [words] are for marks, `marked` [1] for an upper bound of their number."""
         super().__init__(rows, torch.device("cpu"))
         self._rows = self._stamps.numpy()
         self._bits, self._marked = bits, marked

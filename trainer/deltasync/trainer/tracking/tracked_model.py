@@ -93,13 +93,7 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
 
 
 def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[str] = ()) -> list[TableSpec]:
-    """All tables of a model to publish, in the same order on all ranks.
-
-    Args:
-        model: the model.
-        dense: include parameters and buffers outside embedding tables.
-        fqns_to_skip: tables to leave out (`TrackerOptions.fqns_to_skip`).
-    """
+    """All tables of a model to publish, in the same order on all ranks."""
     tables = []
     for name, module in sharded_modules(model):
         for fqn, config in _configs(name, module, fqns_to_skip):

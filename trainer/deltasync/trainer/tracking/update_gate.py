@@ -77,11 +77,7 @@ class UpdateGate:
 
     @contextmanager
     def side_stream(self, *, wait: bool = True) -> Iterator[None]:
-        """Launch the block's copies to the host on the stream of reads.
-
-        Args:
-            wait: whether to wait for the copies at the end; otherwise use `arrival`.
-        """
+        """Launch the block's copies to the host on the stream of reads; with `wait`, wait for them at the end."""
         if not self._streams:
             yield
             return

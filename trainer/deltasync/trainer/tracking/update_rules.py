@@ -138,13 +138,7 @@ REFUSED_FLAGS = {
 
 
 def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
-    """Check that rows of a table can be tracked. All ranks check all tables, so that they fail together.
-
-    Args:
-        fqn: the table's FQN.
-        config: its `BaseEmbeddingConfig`.
-        compute_kernel: its kernel in the sharding plan.
-    """
+    """Check that rows of a table can be tracked. All ranks check all tables, so that they fail together."""
     advice = "or leave the table out (fqns_to_skip)"
     for flag, effect in REFUSED_FLAGS.items():
         if getattr(config, flag, False):
@@ -160,13 +154,7 @@ def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
 
 
 def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> UpdateRule:
-    """The rule for a fused kernel.
-
-    Args:
-        optimizer: its `EmbOptimType`.
-        weight_decay: its `WeightDecayMode`.
-        rounds_in_cache: whether its cache has another type than its tables and rounds stochastically.
-    """
+    """The rule for a fused kernel."""
     decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is unknown"))
     if rounds_in_cache:
         return ROUNDING_CACHE
