@@ -64,8 +64,8 @@ class Tracker:
             ranks: the ranks that share the model; None = all ranks with a part or a copy of it.
 
         Raises:
-            InvalidInput: the model has tables whose rows cannot be tracked, or not in this mode, or ranks have
-                different options. All of these ranks raise it.
+            InvalidInput: the model has tables whose rows cannot be tracked, or ranks have different options. All
+                of these ranks raise it.
         """
         self._model = model
         self._options = options or TrackerOptions()
