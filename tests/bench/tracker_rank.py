@@ -35,9 +35,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.ranks import join_ranks
-from deltasync.trainer.tracking.delta import DeltaRows
-from deltasync.trainer.tracking.lookup_marks import LookupMarks
+from deltasync.trainer.tracking.delta import Delta
 from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.torchrec_hooks import Listeners
 from deltasync.trainer.tracking.tracker import Tracker
 
@@ -185,13 +185,13 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
 class WatchedTracker(Tracker):
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self._watch = Stopwatch(training.device)
-        record = LookupMarks.record_lookup
+        record = RowMarking.record_lookup
 
-        def timed(marks: LookupMarks, *arguments: Any) -> None:
+        def timed(marking: RowMarking, *arguments: Any) -> None:
             with self._watch.running():
-                record(marks, *arguments)
+                record(marking, *arguments)
 
-        with mock.patch.object(LookupMarks, "record_lookup", timed):
+        with mock.patch.object(RowMarking, "record_lookup", timed):
             super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
 
     def end_step(self) -> None:
@@ -199,12 +199,12 @@ class WatchedTracker(Tracker):
         with self._watch.running():
             self.step()
 
-    def read(self, consumer: str) -> DeltaRows:
+    def read(self, consumer: str) -> Delta:
         """The changed rows, acknowledged at once."""
         with self._watch.running():
             delta = self.get_delta(consumer)
-            self.acknowledge(delta.token)
-        return delta.rows[_FQN]
+            self.acknowledge(delta)
+        return delta
 
     @property
     def seconds(self) -> float:
@@ -227,12 +227,13 @@ class TrackerPair:
         else:
             theirs, ours = self.theirs.read(consumer), self.ours.read(consumer)
         order = theirs.ids.argsort()
-        same = torch.equal(theirs.ids[order].cpu(), ours.ids)
-        if theirs.states is not None and ours.first is not None:
-            same = same and torch.equal(theirs.states[order].cpu(), ours.first)
+        ids = torch.from_numpy(ours.ids[_FQN])
+        same = torch.equal(theirs.ids[order].cpu(), ids)
+        for first in ours.first.values():
+            same = same and torch.equal(theirs.states[order].cpu(), torch.from_numpy(first))
         if not same:
             raise RuntimeError(f"mode {self.mode.value!r}: the trackers differ")
-        return len(ours.ids)
+        return len(ids)
 
 
 @dataclass(frozen=True)

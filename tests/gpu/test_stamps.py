@@ -12,6 +12,7 @@ from tests.support.devices import CPU_AND_GPU, device_of, needs, no_waiting
 
 needs("deltasync.trainer.tracking")
 
+from tests.support.deltas import values_of
 from tests.support.embeddings import embedding
 from tests.support.side_by_side import Operation
 from tests.unit.trainer.tracking.test_tracker_properties import (
@@ -27,12 +28,13 @@ from torch import nn
 
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode, gpu
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode, gpu
 from deltasync.trainer.tracking.compared_rows import FollowedRows
-from deltasync.trainer.tracking.gpu import due_ids, rows_to_host, to_host, trimmed
+from deltasync.trainer.tracking.delta import batch_on_host
+from deltasync.trainer.tracking.gpu import due_ids, to_host
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
-from deltasync.trainer.tracking.stamps import Clock, RowStamps, TableStamps
+from deltasync.trainer.tracking.stamps import RowStamps, TableStamps
 
 ROWS = 50
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -76,12 +78,16 @@ def test_an_id_outside_of_the_table_stamps_the_row_that_fbgemm_trains(kind: str,
 
 @CPU_AND_GPU
 def test_rows_of_a_mask_are_stamped_whatever_their_number(kind: str) -> None:
-    stamps = TableStamps(ROWS, Clock(3), device_of(kind))
+    stamps = TableStamps(ROWS, device_of(kind))
+    stamps.clock = 3
     mask = torch.arange(ROWS, device=device_of(kind)) % 7 == 2
     with no_waiting(kind):
-        stamps.mark_where(mask)
+        stamps.replace(stamps.settled().masked_fill(mask, stamps.clock))
     assert stamps.later(2).tolist() == list(range(2, ROWS, 7))
     assert not len(stamps.later(3))
+    with no_waiting(kind):
+        stamps.replace(stamps.clock)
+    assert stamps.later(2).tolist() == list(range(ROWS))
 
 
 @CPU_AND_GPU
@@ -106,7 +112,6 @@ def test_marking_and_comparing_wait_for_nothing(kind: str) -> None:
         weight.data[3:5] += 1
         tracking.step()
         tracking.mark_all()
-        tracking.trigger_compaction()
     assert len(tracking.get_delta().ids["t"]) == ROWS
 
 
@@ -114,7 +119,7 @@ def test_marking_and_comparing_wait_for_nothing(kind: str) -> None:
 def test_a_counted_read_waits_for_nothing_until_its_result(kind: str) -> None:
     weight, tracking = tracker_on(kind)
     weight.data[0] += 1
-    tracking.acknowledge(tracking.get_delta().token)  # The first read copies factors of digests to the GPU.
+    tracking.acknowledge(tracking.get_delta())  # The first read copies factors of digests to the GPU.
     with no_waiting(kind):
         weight.data[3:5] += 1
         tracking.step()
@@ -125,12 +130,10 @@ def test_a_counted_read_waits_for_nothing_until_its_result(kind: str) -> None:
         expected = weight.data.clone()
         weight.data += 1  # After it was launched.
         tracking.step()
-    rows = pending.result.rows["t"]
+    delta = pending.result
     assert pending.arrived
-    assert rows.ids.tolist() == [3, 4, *range(40, ROWS)]
-    assert rows.values is not None
-    assert rows.values.device.type == "cpu"
-    assert torch.equal(rows.values, expected.cpu()[rows.ids])
+    assert delta.ids["t"].tolist() == [3, 4, *range(40, ROWS)]
+    assert torch.equal(values_of(delta, "t"), expected.cpu()[delta.ids["t"]])
 
 
 @CPU_AND_GPU
@@ -144,13 +147,12 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
     with no_waiting(kind):
         ids, count = due_ids(held, cursor, min(len(stamps), len(due) + more))
         shard = Shard.whole(TableSpec("t", len(stamps), 3))
-        gathered = DeltaRows(ids, [shard], [there.index_select(0, ids)], None, TrackingMode.EMBEDDING_LAST)
-        arriving, arriving_count = rows_to_host(gathered), to_host(count)
+        batch, arriving_count = batch_on_host(shard, ids, there.index_select(0, ids), None), to_host(count)
     if kind == "cuda":
         torch.cuda.synchronize()
-    rows = trimmed(arriving, int(arriving_count))
-    assert rows.ids.tolist() == due
-    assert torch.equal(rows.shard_values[0], live[due])
+    delta = Delta("c", 1, [batch], {}, None, {"t": arriving_count}).result
+    assert delta.ids.get("t", np.empty(0)).tolist() == due
+    assert not due or torch.equal(values_of(delta, "t"), live[due])
 
 
 @CPU_AND_GPU
@@ -172,7 +174,7 @@ def test_rows_are_published_with_the_digests_of_the_device(launched: bool) -> No
     tracking.count_ahead()
     weight.data[5:20] += 1
     delta = tracking.begin_delta().result if launched else tracking.get_delta()
-    (batch,) = delta.batches()
+    (batch,) = delta.rows
     assert batch.digests is not None
     assert batch.digests.tolist() == row_digests(batch.values).tolist()
 
@@ -188,16 +190,17 @@ def test_what_a_tracker_says_is_what_a_plain_model_does(
 
 @CPU_AND_GPU
 @pytest.mark.parametrize("read", [Tracker.get_delta, Tracker.get_delta_ids])
-def test_other_threads_read_what_was_trained_by_then(kind: str, read: Callable[[Tracker], object]) -> None:
+def test_other_threads_read_what_was_trained_by_then(kind: str, read: Callable[[Tracker], Delta]) -> None:
     weight, tracking = tracker_on(kind)
     with ThreadPoolExecutor(1) as elsewhere:
         for row in range(20):
             weight.data[row] += 1
             tracking.step()
-            delta = elsewhere.submit(tracking.get_delta).result(30)
+            delta = elsewhere.submit(read, tracking).result(30)
             assert delta.ids["t"].tolist() == [row]
-            assert torch.equal(delta.rows["t"].values, weight.data[[row]].cpu())  # type: ignore[arg-type]
-            tracking.acknowledge(delta.token)
+            if read is Tracker.get_delta:
+                assert torch.equal(values_of(delta, "t"), weight.data[[row]].cpu())
+            tracking.acknowledge(delta)
 
 
 @CPU_AND_GPU
@@ -206,7 +209,7 @@ def test_deleted_rows_are_zeros_and_come_back_as_new_ones(kind: str) -> None:
     tracking.delete("t", torch.tensor([4, 9]))
     assert not weight.data[[4, 9]].any()
     delta = tracking.get_delta()
-    assert delta.deletes["t"].ids.tolist() == [4, 9]
-    tracking.acknowledge(delta.token)
+    assert delta.deletes["t"].tolist() == [4, 9]
+    tracking.acknowledge(delta)
     weight.data[9] = 1
     assert tracking.get_delta().ids["t"].tolist() == [9]

@@ -42,7 +42,7 @@ class Trained:
         self.model, self.optimizer = shard(
             BagModel(SIZES, torch.device("meta")), tables, OptimizerOptions(), device
         )
-        options = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=dense, auto_compact=True)
+        options = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=dense)
         self.tracker = Tracker(self.model, options)
         self.tracker.resync()
         self.copy = {table.name: torch.zeros(table.rows, SIZES.dim) for table in self.tracker.tables}
@@ -51,12 +51,9 @@ class Trained:
         return iter(without_end(draw(SIZES, 0, self.device), kind))
 
     def take(self, delta: Delta) -> None:
-        for name, rows in delta.rows.items():
-            assert rows.values is not None
-            self.copy[name][rows.ids] = rows.values
-        for name, deleted in delta.deletes.items():
-            self.copy[name][deleted.ids] = 0
-        self.tracker.acknowledge(delta.token)
+        for batch in delta.rows:
+            self.copy[batch.table.name][batch.ids] = torch.tensor(batch.values)
+        self.tracker.acknowledge(delta)
 
     def assert_followed(self) -> None:
         self.take(self.tracker.get_delta())  # Flushes caches, too.
@@ -178,7 +175,7 @@ def test_rows_are_read_and_deleted_where_a_kernel_keeps_them(kind: str, kernel: 
             if step == 3:
                 trained.tracker.delete(name, torch.arange(20))
                 delta = trained.tracker.get_delta()
-                assert delta.deletes[name].ids.tolist() == list(range(20))
+                assert delta.deletes[name].tolist() == list(range(20))
                 trained.take(delta)
                 assert not trained.copy[name][:20].any()
         trained.assert_followed()

@@ -24,7 +24,7 @@ def rows_of(model: nn.Module) -> dict[str, Values]:
     rows = {
         table.name: np.zeros((table.rows, table.dim), table.dtype) for table in published_tables(model, dense=True)
     }
-    for batch in tracker.get_delta("export").batches():
+    for batch in tracker.get_delta("export").rows:
         rows[batch.table.name][batch.ids] = batch.values
     tracker.close()
     return rows

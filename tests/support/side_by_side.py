@@ -1,25 +1,21 @@
 """Runs the same operations on a tracker and on its plain model, and compares their results."""
 
 import io
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from tests.support.tracker_model import WITH_FIRST, ModelConsumer, ModelRead, Row, TrackerModel, Values
+from tests.support.deltas import first_of, values_of
+from tests.support.tracker_model import ModelConsumer, ModelRead, Row, TrackerModel, Values
 from torch import nn
 
 from deltasync.base.errors import Contradiction, NotFound
-from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
-
-RANKED = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST)
-_MOMENTUM = (TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_LAST, TrackingMode.ROWWISE_ADAGRAD)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class SideBySide:
         self.plain = TrackerModel(self.values)
         self.steps = 0
         # Older ones go, and with them what they hold.
-        self._tokens: deque[tuple[Token, ModelRead]] = deque(maxlen=8)
+        self._deltas: deque[tuple[Delta, ModelRead]] = deque(maxlen=8)
         self._checkpoint: _Checkpoint | None = None
         for name in options.consumers:
             self.plain.add(name, options.mode)
@@ -69,12 +65,12 @@ class SideBySide:
             self.read(name)
         assert not self.plain.lost()
 
-    def values(self, mode: TrackingMode) -> Values:
-        """Every row, as a consumer with a mode gets it."""
+    def values(self) -> Values:
+        """Every row."""
         return {
             (table.name, table.row_offset + row): values.tobytes()
             for table in self.tracker.tables
-            for row, values in enumerate(_tensor(table, mode).numpy())
+            for row, values in enumerate(_tensor(table).numpy())
         }
 
     # -- operations
@@ -83,9 +79,6 @@ class SideBySide:
         self.tracker.step()
         self.steps += 1
         assert self.tracker.steps == self.steps
-
-    def compact(self) -> None:
-        self.tracker.trigger_compaction()
 
     def mark(self, table: int, rows: Sequence[int]) -> None:
         tracked = self.tracker.tables[table % len(self.tracker.tables)]
@@ -99,8 +92,8 @@ class SideBySide:
         self.tracker.delete(tracked.name, torch.tensor(ids, dtype=torch.int64))
         held = {(tracked.name, row) for row in ids} & self.plain.rows
         self.plain.delete(held)
-        for values in map(self.values, (TrackingMode.EMBEDDING_LAST, *self.modes_with_state)):
-            assert not any(any(values[row]) for row in held), "row and momentum are zeros"
+        values = self.values()
+        assert not any(any(values[row]) for row in held), "deleted rows are zeros"
 
     def mark_all(self, table: int | None) -> None:
         name = None if table is None else self.tracker.tables[table % len(self.tracker.tables)].name
@@ -121,14 +114,6 @@ class SideBySide:
     def resync(self, name: str) -> None:
         self._if_known(name, self.tracker.resync, self.plain.resync)
 
-    def clear(self, name: str | None) -> None:
-        if name is not None:
-            self._if_known(name, self.tracker.clear, self.plain.clear)
-            return
-        self.tracker.clear()
-        for known in self.plain.consumers:
-            self.plain.clear(known)
-
     def read(self, name: str) -> None:
         if self._if_known(name, self.tracker.get_delta):
             self._check_read(name, self.tracker.get_delta(name), self._model_read(name))
@@ -144,25 +129,13 @@ class SideBySide:
     def read_ids(self, name: str) -> None:
         if self._if_known(name, self.tracker.get_delta_ids):
             delta, expected = self.tracker.get_delta_ids(name), self._model_read(name)
-            assert all(rows.values is None and rows.first is None for rows in delta.rows.values())
             self._check_read(name, delta, expected, values=False)
 
-    def top_k(self, name: str, k: int) -> None:
-        if name not in self.plain.consumers or self.plain.consumers[name].mode not in RANKED:
-            return
-        delta = self.tracker.top_k(name, k)
-        first, candidates = dict(self.plain.consumers[name].holds), self.plain.candidates(name)
-        chosen = _rows(delta)
-        assert chosen <= candidates
-        assert len(chosen) == min(k, len(candidates))
-        self._check_largest(name, chosen, candidates - chosen)
-        self._check_read(name, delta, (first, self.plain.top_k(name, chosen)))
-
     def acknowledge(self, number: int) -> None:
-        """Acknowledge the newest token, an older one, a used one, or one of a removed consumer."""
-        if self._tokens:
-            token, read = self._tokens[-1 - number % len(self._tokens)]
-            assert self.tracker.acknowledge(token) == self.plain.acknowledge(read)
+        """Acknowledge the newest delta, an older one, a used one, or one of a removed consumer."""
+        if self._deltas:
+            delta, read = self._deltas[-1 - number % len(self._deltas)]
+            assert self.tracker.acknowledge(delta) == self.plain.acknowledge(read)
 
     def save(self) -> None:
         buffer = io.BytesIO()
@@ -199,14 +172,8 @@ class SideBySide:
 
     # -- inside
 
-    @property
-    def modes_with_state(self) -> Sequence[TrackingMode]:
-        """Modes that read optimizer states of all rows; none by default."""
-        return ()
-
     def _live(self) -> list[torch.Tensor]:
-        shards = [each for table in self.tracker.tables for each in table.shards]
-        return [one.weight for one in shards] + [one.momentum for one in shards if one.momentum is not None]
+        return [each.weight for table in self.tracker.tables for each in table.shards]
 
     def _if_known(self, name: str, call: Callable[[str], Any], then: Callable[[str], Any] | None = None) -> bool:
         """Call both if there is such a consumer; otherwise check that the tracker raises an error."""
@@ -231,44 +198,26 @@ class SideBySide:
         assert _rows(delta) == set(read.taken), name
         assert _deletes(delta) == set(read.deletes), name
         mode = self.plain.consumers[name].mode
-        for table, rows in delta.rows.items():
-            ids = rows.ids.tolist()
-            assert ids, "tables without changed rows are left out"
-            assert ids == sorted(set(ids))
-            if values and mode is not TrackingMode.ID_ONLY:
-                assert _bytes(rows.values) == [read.taken[table, row] for row in ids], "values are current"
-            if values and mode in WITH_FIRST:
-                _check_first(rows, [first[table, row] for row in ids])
-        if self._options.delete_on_read:
-            assert self.plain.acknowledge(read)
-        self._tokens.append((delta.token, read))
-
-    def _check_largest(self, name: str, chosen: set[Row], rest: set[Row]) -> None:
-        if chosen and rest:
-            smallest = min(self._norm(name, row) for row in chosen)
-            left = max(self._norm(name, row) for row in rest)
-            assert smallest >= left or math.isclose(smallest, left, rel_tol=1e-4, abs_tol=1e-5)
-
-    def _norm(self, name: str, row: Row) -> float:
-        """The norm of a row's change; NaN and rows without a known earlier value rank above everything."""
-        consumer = self.plain.consumers[name]
-        table = next(table for table in self.tracker.tables if table.name == row[0])
-        dtype = _tensor(table, consumer.mode).numpy().dtype
-        now = np.frombuffer(self.values(consumer.mode)[row], dtype).astype(np.float64)
-        held = consumer.holds[row]
-        if held is None and consumer.mode in WITH_FIRST:
-            return math.inf
-        before = np.frombuffer(held, dtype).astype(np.float64) if held and consumer.mode in WITH_FIRST else 0.0
-        with np.errstate(invalid="ignore"):
-            norm = float(np.linalg.norm(now - before))
-        return math.inf if math.isnan(norm) else norm
+        for table, ids in delta.ids.items():
+            rows = ids.tolist()
+            assert rows, "tables without changed rows are left out"
+            assert rows == sorted(set(rows))
+            if mode is TrackingMode.EMBEDDING or (values and mode is TrackingMode.EMBEDDING_LAST):
+                given = [row.tobytes() for row in values_of(delta, table).numpy()]
+                assert given == [read.taken[table, row] for row in rows], "values are current"
+            else:
+                assert not values_of(delta, table).numel()
+            if mode is TrackingMode.EMBEDDING:
+                _check_first(first_of(delta, table), [first[table, row] for row in rows])
+            else:
+                assert not delta.first
+        self._deltas.append((delta, read))
 
     def _most_bytes(self) -> int:
-        """Upper bound of memory: stamps and copies, and for each consumer its first values and carried rows."""
-        rows = sum(table.rows for table in self.tracker.tables)
+        """Upper bound of memory: stamps and copies, and for each consumer its first values."""
         stamps = sum(4 * table.rows + 12 * -(-table.rows // 64) for table in self.tracker.tables)
         live = sum(tensor.nbytes for tensor in self._live())
-        return stamps + live + len(self.plain.consumers) * (live + 12 * rows) + self.bytes_under_way
+        return stamps + live + len(self.plain.consumers) * live + self.bytes_under_way
 
     @property
     def bytes_under_way(self) -> int:
@@ -276,9 +225,8 @@ class SideBySide:
         return 0
 
 
-def _tensor(table: TrackedTable, mode: TrackingMode) -> torch.Tensor:
-    kept = [shard.momentum if mode in _MOMENTUM else shard.weight for shard in table.shards]
-    return torch.cat([tensor for tensor in kept if tensor is not None], dim=1).cpu()
+def _tensor(table: TrackedTable) -> torch.Tensor:
+    return torch.cat([shard.weight for shard in table.shards], dim=1).cpu()
 
 
 def _rows(delta: Delta) -> set[Row]:
@@ -287,20 +235,14 @@ def _rows(delta: Delta) -> set[Row]:
 
 def _deletes(delta: Delta) -> set[Row]:
     for deleted in delta.deletes.values():
-        ids = deleted.ids.tolist()
+        ids = deleted.tolist()
         assert ids, "tables without deleted rows are left out"
         assert ids == sorted(set(ids))
-    return {(table, row) for table, deleted in delta.deletes.items() for row in deleted.ids.tolist()}
+    return {(table, row) for table, ids in delta.deletes.items() for row in ids.tolist()}
 
 
-def _bytes(values: torch.Tensor | None) -> list[bytes]:
-    assert values is not None
-    return [row.tobytes() for row in values.numpy()]
-
-
-def _check_first(rows: DeltaRows, held: list[bytes | None]) -> None:
-    assert rows.first is not None
-    for given, expected in zip(rows.first, held, strict=True):
+def _check_first(first: torch.Tensor, held: list[bytes | None]) -> None:
+    for given, expected in zip(first, held, strict=True):
         if expected is None:
             assert given.isnan().all(), "it never had any"
         else:

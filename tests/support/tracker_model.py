@@ -12,10 +12,8 @@ from deltasync.trainer.tracking import TrackingMode
 
 Row = tuple[str, int]
 Values = Mapping[Row, bytes]
-# What every row of the model holds now, as a consumer of a mode is given it.
-Reader = Callable[[TrackingMode], Values]
-
-WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
+# What every row of the model holds now.
+Reader = Callable[[], Values]
 
 
 @dataclass(eq=False)
@@ -47,7 +45,6 @@ class ModelRead:
     Attributes:
         number: sequence number of the read.
         deletes: rows that it reported as deleted, with their remaining values.
-        carried: due rows that it left for later.
         later: rows that have changed since.
     """
 
@@ -55,7 +52,6 @@ class ModelRead:
     number: int
     taken: dict[Row, bytes]
     deletes: dict[Row, bytes]
-    carried: set[Row]
     later: set[Row] = field(default_factory=set)
 
 
@@ -75,7 +71,7 @@ class TrackerModel:
         self.deleted: set[Row] = set()
         self._reads: list[ModelRead] = []
         self._count = 0
-        self._seen = dict(read(TrackingMode.EMBEDDING_LAST))
+        self._seen = dict(read())
 
     @cached_property
     def rows(self) -> set[Row]:
@@ -85,13 +81,13 @@ class TrackerModel:
 
     def settle(self) -> None:
         """Mark rows whose bits differ from before as changed."""
-        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        now = self.read_values()
         self.mark(row for row in self.rows if now[row] != self._seen[row])
         self._seen = dict(now)
 
     def overlook(self) -> None:
         """Ignore all changes since the last `settle`."""
-        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        now = self.read_values()
         self.silent |= {row for row in self.rows if now[row] != self._seen[row]}
         self._seen = dict(now)
 
@@ -102,7 +98,7 @@ class TrackerModel:
 
     def delete(self, rows: set[Row]) -> None:
         """Delete rows: no consumer is known to have any value of them until it gets the delete."""
-        now = self.read_values(TrackingMode.EMBEDDING_LAST)
+        now = self.read_values()
         self._seen |= {row: now[row] for row in rows}
         self.deleted |= rows
         for consumer in self.consumers.values():
@@ -124,7 +120,7 @@ class TrackerModel:
 
     def begin(self, name: str, mode: TrackingMode) -> None:
         """Start a consumer that has all current rows."""
-        self.consumers[name] = ModelConsumer(mode, dict(self.read_values(mode)))
+        self.consumers[name] = ModelConsumer(mode, dict(self.read_values()))
 
     def remove(self, name: str) -> None:
         del self.consumers[name]
@@ -133,30 +129,16 @@ class TrackerModel:
         holds: dict[Row, bytes | None] = dict.fromkeys(self.rows)
         self.consumers[name] = ModelConsumer(self.consumers[name].mode, holds, set(self.rows))
 
-    def clear(self, name: str) -> None:
-        self.acknowledge(self.read(name))
-
     # -- reading
 
     def read(self, name: str) -> ModelRead:
         self.settle()
-        return self._read(self.consumers[name], self.consumers[name].due - self.deleted, set())
-
-    def candidates(self, name: str) -> set[Row]:
-        """Rows to rank: all due rows, even unchanged ones."""
-        self.settle()
-        return self.consumers[name].due - self.deleted
-
-    def top_k(self, name: str, chosen: set[Row]) -> ModelRead:
-        """A read of only these rows."""
-        return self._read(self.consumers[name], chosen, self.candidates(name) - chosen)
-
-    def _read(self, consumer: ModelConsumer, rows: set[Row], carried: set[Row]) -> ModelRead:
         self._count += 1
-        now = self.read_values(consumer.mode)
+        consumer, now = self.consumers[name], self.read_values()
+        taken = {row: now[row] for row in consumer.due - self.deleted}
         deletes = {row: now[row] for row in consumer.due & self.deleted}
-        read = ModelRead(consumer, self._count, {row: now[row] for row in rows}, deletes, carried)
-        for row, value in (read.taken | deletes).items():
+        read = ModelRead(consumer, self._count, taken, deletes)
+        for row, value in (taken | deletes).items():
             consumer.offered.setdefault(row, {})[read.number] = value
         self._reads.append(read)
         return read
@@ -166,7 +148,7 @@ class TrackerModel:
         if consumer not in self.consumers.values() or read.number <= consumer.acknowledged:
             return False
         consumer.acknowledged = read.number
-        consumer.due = read.carried | read.later
+        consumer.due = set(read.later)
         for row, value in (read.taken | read.deletes).items():
             consumer.holds[row] = value
             left = {number: given for number, given in consumer.offered.pop(row).items() if number > read.number}
@@ -178,7 +160,7 @@ class TrackerModel:
         return {
             (name, row)
             for name, consumer in self.consumers.items()
-            for row, value in self.read_values(consumer.mode).items()
+            for row, value in self.read_values().items()
             if row not in consumer.due | self.silent and consumer.may_hold(row) != {value}
         }
 
@@ -196,7 +178,7 @@ class TrackerModel:
         self.consumers = deepcopy(dict(saved))
         for consumer in self.consumers.values():
             consumer.offered = {}
-            now = self.read_values(consumer.mode)
+            now = self.read_values()
             consumer.holds |= {row: now[row] for row in silent - consumer.due}
         self.silent, self.deleted = set(), set(deleted)
-        self._seen = dict(self.read_values(TrackingMode.EMBEDDING_LAST))
+        self._seen = dict(self.read_values())

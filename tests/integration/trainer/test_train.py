@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.integration.trainer.following import published_rows, subscriber
 from tests.support.command import deltasync
 from tests.support.process import ServiceProcess
@@ -21,7 +20,6 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     folder.mkdir()
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
-    kept += ["--tensorboard", str(folder.parent / "scalars"), "--tensorboard-lag", "predictors"]
     endpoint = folder.parent / "endpoint.toml"
     endpoint.write_text(f'address = "{service.grpc}"\nhttp = "{service.http}"\n')
     publish = ["--endpoint", str(endpoint), "--publish-every", "3"]
@@ -48,13 +46,6 @@ def trainer_state(folder: Path) -> Tables:
 def held(target: NumpyTarget) -> Tables:
     """The same of a replica: what unknown ids take is no state of the trainer's."""
     return {name: rows for name, rows in target.tables.items() if not name.endswith(".id_ranges")}
-
-
-def scalars(folder: Path) -> set[str]:
-    """The names of the scalars in a folder."""
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return set(events.Tags()["scalars"])
 
 
 @pytest.mark.nightly
@@ -85,10 +76,6 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
         )
         replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
         assert unequal_rows(trainer_state(tmp_path / "second"), held(target)) == {}
-    assert len(list((tmp_path / "scalars").glob("rank-*/events.out.tfevents.*"))) == 4
-    told, others = scalars(tmp_path / "scalars/rank-0"), scalars(tmp_path / "scalars/rank-1")
-    assert {"train/loss", "deltasync/tracking_seconds_per_step"} <= told & others
-    assert told - others == {f"lag/predictors_{name}" for name in ("versions", "rows", "seconds")}
     code, found, said = deltasync(
         *("verify", "predictors", "--service", service.grpc, "--json"),
         *("--torch-checkpoint", str(tmp_path / "checkpoint")),

@@ -16,7 +16,7 @@ from deltasync.client.connection import Connection
 from deltasync.trainer import run as trainer_run
 from deltasync.trainer import sync as trainer_sync
 from deltasync.trainer.distributed import agreement
-from deltasync.trainer.sync import DeltaSync, Standstill, SyncOptions
+from deltasync.trainer.sync import DeltaSync, StallDetector, SyncOptions
 
 RANKS = 2
 SEAL = 2**64 - 9  # Of a version: this and its number.
@@ -230,14 +230,14 @@ def test_training_goes_on_where_one_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_is_long_after_a_minute_without_an_end() -> None:
     now = [0.0]
-    standstill = Standstill(lambda: now[0])
-    standstill.note(waits=True)
+    stall = StallDetector(lambda: now[0])
+    stall.update(waits=True)
     now[0] = 59.0
-    standstill.note(waits=True)
-    assert not standstill.long
+    stall.update(waits=True)
+    assert not stall.stalled
     now[0] = 60.0
-    assert standstill.long
-    standstill.note(waits=False)
-    assert not standstill.long
-    standstill.note(waits=True)
-    assert not standstill.long
+    assert stall.stalled
+    stall.update(waits=False)
+    assert not stall.stalled
+    stall.update(waits=True)
+    assert not stall.stalled

@@ -100,11 +100,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _check(tables: Sequence[TableSpec], exported: ExportMetadata, path: str) -> None:
-    """Check that the file has all tables of the model.
-
-    Raises:
-        InvalidInput: tables are missing or different; the message names all of them.
-    """
+    """Check that the file has all tables of the model."""
     there = {each.name: each for each in exported.tables}
     lacking = [each.name for each in tables if each.name not in there]
     problems = [f"it lacks {listed(lacking)}"] if lacking else []

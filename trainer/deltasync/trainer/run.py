@@ -58,10 +58,6 @@ class TrainingRun:
         """Return the publisher, or make one. All ranks call this together, while no cut is in progress.
 
         After a resharding, ranks have other shards, and announce them under a new run id.
-
-        Raises:
-            InvalidInput: this rank cannot read the file of its token or certificates. Other ranks may succeed. The
-                collectives are complete at that point.
         """
         if self._announced != self._tracker.attachments:
             self.disconnect()
@@ -117,28 +113,15 @@ class CutUnderWay:
     """This rank's part of a cut, for the training thread.
 
     Attributes:
+        delta: the rows, to acknowledge when the cut is sealed.
         part: the part; without rows until they have arrived in host memory.
-        token: acknowledges the rows.
         changes: `Tracker.changes` when the rows were read.
     """
 
     def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
-        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them.
-
-        Args:
-            publisher: sends the part.
-            delta: the rows.
-            part: the part without its rows.
-            changes: `Tracker.changes` when the rows were read.
-
-        Raises:
-            DeltasyncError: the publisher cannot send such a part.
-        """
-        self.part = part
-        self.token = delta.token
-        self.changes = changes
+        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them."""
+        self.delta, self.part, self.changes = delta, part, changes
         self._publisher = publisher
-        self._delta = delta
         self._started = self._ended = 0.0
         self._arrival: Future[Future[Position]] | None = None
         self._sealed: Future[Position] | None = None
@@ -176,7 +159,7 @@ class CutUnderWay:
         return (self._ended or time.perf_counter()) - self._started
 
     def _publish(self) -> "Future[Position]":
-        self.part = replace(self.part, rows=self._delta.result.batches(), made_unix_ns=time.time_ns())
+        self.part = replace(self.part, rows=self.delta.result.rows, made_unix_ns=time.time_ns())
         self._started = time.perf_counter()
         sealed = self._publisher.publish(self.part)
         sealed.add_done_callback(self._note_end)

@@ -71,7 +71,6 @@ class DeltaSync:
             TrackerOptions(
                 consumers=[CONSUMER],
                 mode=TrackingMode.EMBEDDING_LAST,
-                auto_compact=True,
                 fqns_to_skip=options.fqns_to_skip,
                 dense=options.dense and first,
                 id_maps=True,
@@ -85,7 +84,7 @@ class DeltaSync:
         self._options = options
         self._model = model
         self._failure: DeltasyncError | None = None
-        self._trouble = Trouble()
+        self._publish_failure = PublishFailure()
         self._differences = BufferDifferences(model, self._agreement, options.fqns_to_skip)
         unranked = unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
         for sentence in (*wrongly_divided(model), *unranked) if first else ():
@@ -102,7 +101,7 @@ class DeltaSync:
         self._requests = RowRequests()
         self._resync = True
         self._refused: ResyncRequired | None = None
-        self._standstill = Standstill()
+        self._stall = StallDetector()
         self._cut_step = self._published_changes = -1
         self._searched = False  # Whether this `flush` has looked for changes after the last step.
         self._event_time: int | None = None
@@ -116,8 +115,8 @@ class DeltaSync:
     def trouble(self) -> str:
         """The error of the last attempt to publish; empty if it succeeded."""
         publisher = self._run.publisher
-        if self._trouble.reason or not (publisher and self._under_way):
-            return self._trouble.reason
+        if self._publish_failure.reason or not (publisher and self._under_way):
+            return self._publish_failure.reason
         return "" if publisher.connection.connected else publisher.connection.last_error
 
     def metrics(self) -> dict[str, float]:
@@ -136,7 +135,7 @@ class DeltaSync:
             "unpublished_steps": unpublished,
             "unpublished_seconds": max(0.0, since_cut),
             "refusals": stats.refusals,
-            "refused_seconds": self._trouble.seconds,
+            "refused_seconds": self._publish_failure.seconds,
             "connected": float(connected),
             "connections": self._run.connections,
             "failed_attempts": connection.attempts if connection else 0,
@@ -294,7 +293,7 @@ class DeltaSync:
             self.tracker.resync(CONSUMER, cursor)
         self._resync = state.position.number == 0
         self.stats.published_step = self.tracker.steps
-        self._trouble.try_again()
+        self._publish_failure.reset_backoff()
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
         """Wait briefly for the current cut; returns an error after the deadline."""
@@ -321,8 +320,7 @@ class DeltaSync:
             self._searched = True  # Once is enough, because this thread changes no rows until `flush` returns.
             if self._published_changes == self.tracker.changes and failure is None:
                 try:
-                    due = self.tracker.get_delta_ids(CONSUMER)
-                    if due.rows or due.deletes:  # For example after a backward without a step.
+                    if self.tracker.get_delta_ids(CONSUMER).rows:  # For example after a backward without a step.
                         self._published_changes = -1
                 except DeltasyncError as error:  # `_agree` reports it to the other ranks.
                     failure = error
@@ -334,7 +332,7 @@ class DeltaSync:
             raise late or ServiceUnavailable("the timeout of another rank has expired: see its log")
         ready = agreed.ready or agreed.refused
         # After a refusal, each rank pauses separately.
-        self._standstill.note(waits=not (self._under_way or ready or self._trouble.reason))
+        self._stall.update(waits=not (self._under_way or ready or self._publish_failure.reason))
         if agreed.refused:
             self._go_back()
         if ready and (agreed.unpublished or agreed.deletes):
@@ -359,10 +357,10 @@ class DeltaSync:
         if isinstance(error, Exception):
             return error
         position = answer.result()
-        self.tracker.acknowledge(cut.token)
-        self._run.note_sealed(position, cut.token.cursor)
+        self.tracker.acknowledge(cut.delta)
+        self._run.note_sealed(position, cut.delta.cursor)
         self._published_changes = cut.changes
-        self._trouble.end()
+        self._publish_failure.clear()
         self.stats.add(position, cut.part, cut.seconds)
         return None
 
@@ -387,13 +385,13 @@ class DeltaSync:
         resync = self._resync or self.tracker.offers_all(CONSUMER)
         return self._agreement.reach(
             self.tracker.steps,
-            ready=self._under_way is None and (flush or self._trouble.over),
+            ready=self._under_way is None and (flush or self._publish_failure.allows_attempt),
             resync=resync,
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
             over=isinstance(failure, RunRefused),
             deletes=self._requests.newest(self._asked),
-            refused=self._refused is not None or self._standstill.long,
+            refused=self._refused is not None or self._stall.stalled,
             late=late is not None,
             again=self._cut_step == self.tracker.steps,
         )
@@ -433,7 +431,7 @@ class DeltaSync:
             raises: whether to raise the errors of all ranks even if the options do not ask for it.
         """
         self._give_up()
-        self._trouble.note(failure or DeltasyncError("another rank cannot publish: see its log"))
+        self._publish_failure.record(failure or DeltasyncError("another rank cannot publish: see its log"))
         self.stats.refusals += 1
         if raises or self._options.verify or self._options.on_refusal is OnRefusal.RAISE:
             with begun_together("a cut of DeltaSync"):
@@ -477,8 +475,8 @@ class DeltaSync:
 _LONGEST_PAUSE_SECONDS = 300.0
 
 
-class Trouble:
-    """The last error of publishing, for the training thread.
+class PublishFailure:
+    """The last error of publishing, and when to try again. For the training thread.
 
     Attributes:
         reason: the error as text; empty if there was none since the last sealed cut.
@@ -487,11 +485,11 @@ class Trouble:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         self._now, self._since = now, 0.0
-        self._pauses, self._due = backoff(_LONGEST_PAUSE_SECONDS), 0.0
+        self.reset_backoff()
 
     @property
-    def over(self) -> bool:
-        """Whether to try to publish now: there is no error, or the pause is over."""
+    def allows_attempt(self) -> bool:
+        """Whether to try to publish now: there is no error, or the pause after it is over."""
         return not self.reason or self._now() >= self._due
 
     @property
@@ -499,7 +497,7 @@ class Trouble:
         """Time since the first error; 0 if there is none."""
         return self._now() - self._since if self.reason else 0.0
 
-    def note(self, error: Exception) -> None:
+    def record(self, error: Exception) -> None:
         """Record an error. A repeated reason is logged once."""
         if (reason := error_text(error)) != self.reason:
             logger.error("nothing is published for now: %s", reason)
@@ -507,16 +505,16 @@ class Trouble:
         self.reason = reason
         self._due = self._now() + next(self._pauses)
 
-    def try_again(self) -> None:
-        """End the pause, because the next attempt publishes other rows."""
+    def reset_backoff(self) -> None:
+        """Try again at once, because the next attempt publishes other rows."""
         self._pauses, self._due = backoff(_LONGEST_PAUSE_SECONDS), 0.0
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """Record a sealed cut."""
         if self.reason:
             logger.warning("publishing continues after: %s", self.reason)
             self.reason = ""
-            self.try_again()
+            self.reset_backoff()
 
 
 class BufferDifferences:
@@ -547,7 +545,7 @@ class BufferDifferences:
 _PATIENCE_SECONDS = 60.0
 
 
-class Standstill:
+class StallDetector:
     """Detects that another rank waits for a cut that this rank has finished, for the training thread.
 
     The service repeats its answer to a part of a sealed cut. If it has lost that cut, it waits instead for the
@@ -559,11 +557,11 @@ class Standstill:
         self._since: float | None = None
 
     @property
-    def long(self) -> bool:
-        """Whether the standstill is so long that the ranks must publish again."""
+    def stalled(self) -> bool:
+        """Whether this rank has waited so long that the ranks must publish again."""
         return self._since is not None and self._now() - self._since >= _PATIENCE_SECONDS
 
-    def note(self, *, waits: bool) -> None:
+    def update(self, *, waits: bool) -> None:
         """Record whether this rank has no part in flight and waits for another rank."""
         if not waits:
             self._since = None

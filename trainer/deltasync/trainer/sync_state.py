@@ -67,11 +67,7 @@ def published_state(
 
 
 def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Check that these are the states of all ranks of one checkpoint.
-
-    Raises:
-        InvalidInput: states are missing, belong to another checkpoint or have a newer format.
-    """
+    """Check that these are the states of all ranks of one checkpoint."""
     if isinstance(saved, Mapping):
         raise InvalidInput("expected a list with the states of all ranks, got one state")
     for state in saved:
@@ -117,11 +113,7 @@ class PublishedVersions:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "PublishedVersions":
-        """The versions that all ranks of a checkpoint share, with cursors for a tracker that has loaded it.
-
-        Args:
-            states: `DeltaSync.state_dict` of each rank.
-        """
+        """The versions that all ranks of a checkpoint share, with cursors for a tracker that has loaded it."""
         clock = max(int(state["tracker"]["clock"]) for state in states)
         by_rank = [_cursors(state, clock - int(state["tracker"]["clock"])) for state in states]
         shared = [key for key in by_rank[0] if all(key in each for each in by_rank)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.rewrites.resharded import on_rank, reshard
-from tests.integration.trainer.torchrec_defects.models import BAGS, bags, kernels_of, sharded
+from tests.integration.trainer.torchrec_defects.models import bags, kernels_of, sharded
 from tests.support.proxy import Proxy
 from tests.support.ranks import leave
 
@@ -208,8 +208,6 @@ def options_that_differ_are_named_on_all_ranks(service: str) -> None:
     of_tracker: dict[str, tuple[str, str, Any]] = {
         "consumers": ("['default']", "['a', 'b']", ("a", "b")),
         "mode": ("TrackingMode.ID_ONLY", "TrackingMode.EMBEDDING", TrackingMode.EMBEDDING),
-        "delete_on_read": ("False", "True", True),
-        "auto_compact": ("False", "True", True),
         "fqns_to_skip": ("[]", "['t0']", {"t0"}),
         "id_maps": ("False", "True", True),
         "verify": ("False", "True", True),
@@ -252,20 +250,16 @@ def check_refused_on_all(make: Callable[[], object], why: str, kind: type[Deltas
 
 
 def what_one_rank_cannot_track_is_refused_on_all(_service: str) -> None:
-    """Only rank 1 has rows of the table, and sees that its optimizer has no momentum."""
+    """Only one rank has rows of the table, and sees that its optimizer cannot be followed."""
     on_rank_1 = {"t0": on_rank(1)}
     model = sharded({"bags": bags("t0")}, on_rank_1, dense=True)  # Else it cannot be resharded.
-    of_momentum = TrackerOptions(mode=TrackingMode.MOMENTUM_LAST)
-    why = (
-        f"rank 1: mode 'momentum_last': table '{BAGS}.t0' has no momentum in a fused optimizer; skip it "
-        "(fqns_to_skip) or use another mode"
-    )
-    check_refused_on_all(lambda: Tracker(model, of_momentum), why)
-    with_momentum = sharded({"bags": bags("t0")}, on_rank_1, optimizer=EmbOptimType.EXACT_ADAGRAD)
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, Tracker(with_momentum, of_momentum).state_dict())
     tracker = Tracker(model)
-    check_refused_on_all(lambda: tracker.load_state_dict(states), why)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, tracker.state_dict())
+    if dist.get_rank() == 1:
+        states[1]["tables"] = None
+    with pytest.raises(InvalidInput, match=r"^rank 1: this is not the state of a tracker, or it is damaged"):
+        tracker.load_state_dict(states)
     reshard(model, "bags", t0=on_rank(0))
     for kernel in kernels_of(model):
         kernel.optimizer = EmbOptimType.NONE

@@ -13,7 +13,7 @@ from torch import nn
 
 from deltasync.base.errors import DeltasyncError, InvalidInput, RunRefused
 from deltasync.base.process import this_process
-from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions, Trouble
+from deltasync.trainer.sync import DeltaSync, OnRefusal, PublishFailure, SyncOptions
 
 
 class Trainer:
@@ -81,10 +81,10 @@ def test_a_long_pause_between_tries_is_not_taken_for_ranks_that_wait_for_each_ot
     trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
-    trainer.sync._standstill._now = trainer.sync._trouble._now = lambda: now[0]
+    trainer.sync._stall._now = trainer.sync._publish_failure._now = lambda: now[0]
     trainer.weight[2, 1] = float("nan")
     trainer.step_until_refused()
-    refusals, trainer.sync._trouble._due = trainer.sync.stats.refusals, 300.0
+    refusals, trainer.sync._publish_failure._due = trainer.sync.stats.refusals, 300.0
     for _ in range(4):
         now[0] += 61.0
         trainer.step()
@@ -142,11 +142,11 @@ def test_steps_before_a_checkpoint_are_not_unpublished_ones(running: RunningServ
 def test_what_goes_back_to_a_checkpoint_is_published_without_a_pause(trainer: Trainer) -> None:
     """It is why one goes back: another try is not too soon."""
     now = [0.0]
-    trainer.sync._trouble._now = lambda: now[0]
+    trainer.sync._publish_failure._now = lambda: now[0]
     saved, before = trainer.sync.state_dict(), trainer.weight.clone()
     trainer.weight[2, 1] = float("nan")
     trainer.step_until_refused()
-    trainer.sync._trouble._due = 300.0
+    trainer.sync._publish_failure._due = 300.0
     trainer.weight[:] = before
     trainer.sync.load_state_dict([saved])
     assert "row 2 holds nan" in trainer.sync.trouble, "nothing is published yet"
@@ -264,19 +264,19 @@ def test_wrong_options_are_an_error_at_once(running: RunningService) -> None:
 
 def test_pauses_between_tries_are_counted_in_time(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    trouble = Trouble(lambda: now[0])
-    assert trouble.over
+    failure = PublishFailure(lambda: now[0])
+    assert failure.allows_attempt
     for tries in range(20):
-        trouble.note(DeltasyncError("first" if tries < 10 else "second"))
-        assert not trouble.over
+        failure.record(DeltasyncError("first" if tries < 10 else "second"))
+        assert not failure.allows_attempt
         now[0] += min(0.1 * 2**tries, 300.0)
-        assert trouble.over
-    trouble.note(DeltasyncError("second"))
+        assert failure.allows_attempt
+    failure.record(DeltasyncError("second"))
     now[0] += 0.1 * 300.0 - 1.0
-    assert not trouble.over, "each try sends everything: there is one in half a minute at most"
+    assert not failure.allows_attempt, "each try sends everything: there is one in half a minute at most"
     assert [each.getMessage() for each in caplog.records] == [
         "nothing is published for now: first",
         "nothing is published for now: second",
     ]
-    trouble.end()
-    assert (trouble.reason, trouble.over) == ("", True)
+    failure.clear()
+    assert (failure.reason, failure.allows_attempt) == ("", True)

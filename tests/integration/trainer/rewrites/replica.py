@@ -30,13 +30,13 @@ class Replica:
     def catch_up(self) -> Ids:
         """Take the deltas of all ranks; the ids that they had."""
         delta = self.tracker.get_delta(NAME)
-        mine = [(batch.shard, batch.ids, batch.values) for batch in delta.batches()]
+        mine = [(batch.shard, batch.ids, batch.values) for batch in delta.rows]
         taken: Ids = {}
         for shard, ids, values in (part for parts in on_all_ranks(mine) for part in parts):
             rows = self._rows[shard.table.name]
             rows[ids, shard.col_offset : shard.col_offset + shard.cols] = torch.from_numpy(values)
             taken.setdefault(shard.table.name, set()).update(ids.tolist())
-        self.tracker.acknowledge(delta.token)
+        self.tracker.acknowledge(delta)
         return taken
 
     @property

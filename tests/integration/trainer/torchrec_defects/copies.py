@@ -29,16 +29,13 @@ class Copy:
         """Take what has changed, and say so; its ids."""
         delta = self._tracker.get_delta(self._consumer)
         self.take(delta)
-        self._tracker.acknowledge(delta.token)
+        self._tracker.acknowledge(delta)
         return ids_of(delta)
 
     def take(self, delta: Delta) -> None:
-        for fqn, rows in delta.rows.items():
-            assert rows.values is not None
-            at = 0
-            for column, width in rows.columns:
-                self._tables[fqn][rows.ids, column : column + width] = rows.values[:, at : at + width]
-                at += width
+        for batch in delta.rows:
+            columns = slice(batch.shard.col_offset, batch.shard.col_offset + batch.shard.cols)
+            self._tables[batch.table.name][batch.ids, columns] = torch.from_numpy(batch.values)
 
     def check(self, model: DistributedModelParallel) -> None:
         """Nothing of what this rank holds differs in a bit."""

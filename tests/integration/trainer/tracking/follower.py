@@ -6,12 +6,10 @@ from contextlib import contextmanager
 import torch
 from tests.integration.trainer.tracking.rows import Ids, Rows, differing
 
-from deltasync.trainer.tracking.delta import Delta, DeltaRows
+from deltasync.core.rows import RowBatch
+from deltasync.trainer.tracking.delta import Delta
 from deltasync.trainer.tracking.options import TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
-
-_WITH_ROWS = (TrackingMode.EMBEDDING_LAST, TrackingMode.EMBEDDING)
-_WITH_FIRST = (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD)
 
 
 class Follower:
@@ -60,8 +58,8 @@ class Follower:
         for table in live:
             assert _ids(first, table) == _ids(delta, table), f"{table}: the second read differs"
             self._check_ids(table, _ids(delta, table), differing(self._copy[table], live[table]))
-        for table, rows in delta.rows.items():
-            self._check_first(table, rows)
+        for batch in delta.rows:
+            self._check_first(batch, delta)
         self._take(delta, live)
         self._changed = {}
 
@@ -71,51 +69,34 @@ class Follower:
         assert not missing, f"{table}: rows {sorted(missing)} have changed, reported {sorted(reported)}"
         assert not added, f"{table}: rows {sorted(added)} are reported, and have not changed"
 
-    def _check_first(self, table: str, rows: DeltaRows) -> None:
+    def _check_first(self, batch: RowBatch, delta: Delta) -> None:
         """The first values are those that this consumer has been given last."""
-        if self._mode not in _WITH_FIRST:
-            assert rows.first is None, f"{table}: has first values"
+        if self._mode is not TrackingMode.EMBEDDING:
+            assert not delta.first, f"{batch.shard}: has first values"
             return
-        assert rows.first is not None, f"{table}: has no first values"
-        kept = self._copy[table][rows.ids]
-        wrong = differing(_in_place(rows, rows.first, kept), kept)
-        assert not wrong, f"{table}: first values of rows {rows.ids[list(wrong)].tolist()}"
+        wrong = differing(torch.from_numpy(delta.first[batch.shard]), self._columns(self._copy, batch))
+        assert not wrong, f"{batch.shard}: first values of rows {batch.ids[list(wrong)].tolist()}"
 
     def _take(self, delta: Delta, live: Rows) -> None:
-        assert set(delta.rows) <= set(live), f"reported {sorted(delta.rows)}, held {sorted(live)}"
-        for table, rows in delta.rows.items():
-            now = live[table][rows.ids]
-            self._copy[table][rows.ids] = now if rows.values is None else _in_place(rows, rows.values, now)
-            if self._mode in _WITH_ROWS:
-                _check_batches(table, rows)
-        assert self._tracker.acknowledge(delta.token), "the cursor did not move"
+        assert set(delta.ids) <= set(live), f"reported {sorted(delta.ids)}, held {sorted(live)}"
+        for batch in delta.rows:
+            now = self._columns(live, batch)
+            if self._mode is not TrackingMode.ID_ONLY:
+                wrong = differing(torch.from_numpy(batch.values), now)
+                assert not wrong, f"rows {sorted(wrong)} of the batch of {batch.shard}"
+            self._copy[batch.table.name][batch.ids, _columns_of(batch)] = now
+        assert self._tracker.acknowledge(delta), "the cursor did not move"
         for table, current in live.items():
             wrong = differing(self._copy[table], current)
             assert not wrong, f"{table}: the copy differs in rows {sorted(wrong)}"
 
+    def _columns(self, tables: Rows, batch: RowBatch) -> torch.Tensor:
+        return tables[batch.table.name][batch.ids][:, _columns_of(batch)]
+
+
+def _columns_of(batch: RowBatch) -> slice:
+    return slice(batch.shard.col_offset, batch.shard.col_offset + batch.shard.cols)
+
 
 def _ids(delta: Delta, table: str) -> set[int]:
-    return set(delta.rows[table].ids.tolist()) if table in delta.rows else set()
-
-
-def _check_batches(table: str, rows: DeltaRows) -> None:
-    """What is published of each shard is the same, bit by bit."""
-    assert rows.values is not None
-    batches, widths = rows.batches(), [width for _, width in rows.columns]
-    for batch, column, values in zip(batches, rows.columns, torch.split(rows.values, widths, dim=1), strict=True):
-        shard = batch.shard
-        assert (shard.table.name, shard.col_offset, shard.cols) == (table, *column), f"{table}: {shard}"
-        assert batch.ids.tolist() == rows.ids.tolist(), f"{table}: the ids of a batch"
-        wrong = differing(torch.from_numpy(batch.values), values)
-        assert not wrong, f"{table}: rows {sorted(wrong)} of the batch of {shard}"
-
-
-def _in_place(rows: DeltaRows, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values of the columns held, in whole rows; one value per shard stands in all of its columns."""
-    assert values.dtype == like.dtype, f"values of type {values.dtype}, held {like.dtype}"
-    whole = torch.full_like(like, float("nan"))
-    widths = [width for _, width in rows.columns]
-    by_shard = torch.split(values, widths if values.shape[1] == sum(widths) else 1, dim=1)
-    for (column, width), part in zip(rows.columns, by_shard, strict=True):
-        whole[:, column : column + width] = part
-    return whole
+    return set(delta.ids.get(table, ()))

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, distributed, sequence, sequences
+from tests.support.deltas import first_of, values_of
 from tests.support.ranks import leave
 from torch import nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
@@ -32,7 +34,6 @@ MODES = {
     "done": TrackingMode.EMBEDDING,
     "behind": TrackingMode.EMBEDDING,
     "unacknowledged": TrackingMode.EMBEDDING_LAST,
-    "ranked": TrackingMode.EMBEDDING,
     "nothing": TrackingMode.EMBEDDING,
     "split": TrackingMode.EMBEDDING,
 }
@@ -112,10 +113,10 @@ class Expected:
 
     def take(self, tables: list[TrackedTable], delta: Delta) -> None:
         for table in tables:
-            if rows := delta.rows.get(table.name):
-                assert rows.values is not None
-                self.held[table.name][rows.ids - table.row_offset] = rows.values
-                self.due[table.name][rows.ids - table.row_offset] = False
+            if table.name in delta.ids:
+                rows = delta.ids[table.name] - table.row_offset
+                self.held[table.name][rows] = values_of(delta, table.name)
+                self.due[table.name][rows] = False
 
 
 def save_checkpoint(folder: Path, training: Training) -> None:
@@ -146,17 +147,13 @@ def train(training: Training, generator: torch.Generator, *, uneven: bool) -> di
         if step in (0, 2):
             _acknowledge(tracker, "behind", expected)
             _acknowledge(tracker, "unacknowledged", expected)
-        if step in (2, 4):
-            ranked = tracker.top_k("ranked", 5)
-            assert tracker.acknowledge(ranked.token)
-            expected["ranked"].take(tracker.tables, ranked)
         if step == 3:
             tracker.get_delta("unacknowledged")
             for _ in range(10 if uneven and dist.get_rank() == 1 else 0):
                 tracker.get_delta("unacknowledged")
     split = tracker.get_delta("split")
     if dist.get_rank() == 1:
-        assert tracker.acknowledge(split.token)
+        assert tracker.acknowledge(split)
         expected["split"].take(tracker.tables, split)
     _acknowledge(tracker, "done", expected)
     tracker.resync("nothing")
@@ -174,7 +171,7 @@ def _added(tracker: Tracker, name: str, mode: TrackingMode) -> Expected:
 
 def _acknowledge(tracker: Tracker, name: str, expected: dict[str, Expected]) -> None:
     delta = tracker.get_delta(name)
-    assert tracker.acknowledge(delta.token)
+    assert tracker.acknowledge(delta)
     expected[name].take(tracker.tables, delta)
 
 
@@ -204,13 +201,15 @@ def check_loaded(folder: Path, plan: str, where: str, *, exact: bool) -> None:
     for _ in range(2):
         training.step(generator)
     for name, copy in copies.items():
-        follow(tracker, name, copy)
+        delta = tracker.get_delta(name)
+        copy.take(tracker.tables, delta)
+        assert tracker.acknowledge(delta)
         for table in tracker.tables:
             assert torch.equal(copy.held[table.name], _weights(table)), f"{name}, {table.name}: {where}"
 
 
 def check_due(table: TrackedTable, delta: Delta, due: torch.Tensor, where: str, *, exact: bool) -> None:
-    ids = delta.ids.get(table.name, torch.empty(0, dtype=torch.int64))
+    ids = torch.from_numpy(delta.ids.get(table.name, np.empty(0, np.int64)))
     offered = torch.zeros(table.rows, dtype=torch.bool).index_fill_(0, ids - table.row_offset, value=True)
     assert not (due & ~offered).any(), f"lost {where}"
     if exact:
@@ -219,21 +218,9 @@ def check_due(table: TrackedTable, delta: Delta, due: torch.Tensor, where: str, 
 
 
 def check_first(table: TrackedTable, delta: Delta, held: torch.Tensor, where: str) -> None:
-    rows = delta.rows.get(table.name)
-    if rows and rows.first is not None:
-        expected = held[rows.ids - table.row_offset]
-        assert torch.equal(rows.first.nan_to_num(-7.0), expected.nan_to_num(-7.0)), where
-
-
-def follow(tracker: Tracker, name: str, copy: Expected) -> None:
-    """Read until nothing is due, some rows at a time where the mode has it."""
-    while True:
-        ranked = MODES[name] is TrackingMode.EMBEDDING
-        delta = tracker.top_k(name, 50) if ranked else tracker.get_delta(name)
-        copy.take(tracker.tables, delta)
-        assert tracker.acknowledge(delta.token)
-        if not delta.rows:
-            return
+    if table.name in delta.ids and delta.first:
+        expected = held[delta.ids[table.name] - table.row_offset]
+        assert torch.equal(first_of(delta, table.name).nan_to_num(-7.0), expected.nan_to_num(-7.0)), where
 
 
 def merged(

@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from tests.integration.trainer.tracking.batches import Batch, Features
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.models import Case, build
 from tests.integration.trainer.tracking.pipelines import Training
-from tests.integration.trainer.tracking.rows import Ids, changed, momenta, weights
+from tests.integration.trainer.tracking.rows import Ids, changed, weights
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -23,7 +21,7 @@ BATCHES = 8
 
 
 class Run:
-    """A case in training. Three trackers share its model: two of weights, and one of momenta."""
+    """A case in training."""
 
     def __init__(self, case: Case, training: Training) -> None:
         self._model, optimizer = build(case)
@@ -31,12 +29,14 @@ class Run:
         self._batches = Features(case.ids, case.weighted, case.variable).batches(BATCHES + 1)
         self._lengths_known = _watch_lengths(self._model)
         self._pipeline = training.pipeline(self._model, optimizer, torch.device("cpu"))
-        self._weights, self._momenta = weights(self._model), momenta(self._model)
+        self._weights = weights(self._model)
         self._tracker = Tracker(self._model, TrackerOptions(dense=True, verify=True, consumers=()))
-        self._compacting = Tracker(self._model, TrackerOptions(dense=True, auto_compact=True, consumers=()))
-        self._of_momenta = self._momentum_tracker()
-        rowwise_adagrad = all(spec.optimizer is None for spec in case.tables)
-        self._followers = [*self._of_weights(), *self._of_states(rowwise_adagrad=rowwise_adagrad)]
+        self._followers = [
+            self._follower(TrackingMode.EMBEDDING, 1),
+            self._follower(TrackingMode.EMBEDDING_LAST, 3),
+            self._follower(TrackingMode.EMBEDDING, BATCHES),
+            self._follower(TrackingMode.ID_ONLY, BATCHES),
+        ]
         self._changed: Ids = {}
 
     def problems(self) -> list[str]:
@@ -46,23 +46,19 @@ class Run:
             with self._checked(f"batch {number}", read=number == BATCHES):
                 self._pipeline.progress(stream)
                 if number % self._training.batches_per_step == 0:
-                    self._step()
+                    self._tracker.step()
             if number == BATCHES // 2:
-                self._followers.append(self._follower(self._tracker, TrackingMode.EMBEDDING, 2))
+                self._followers.append(self._follower(TrackingMode.EMBEDDING, 2))
         if self._training.lets_go:
             self._go_on_without_pipeline(next(self._batches))
         return [problem for follower in self._followers for problem in follower.problems] + self._too_little_seen()
-
-    def _step(self) -> None:
-        for tracker in (self._tracker, self._compacting, self._of_momenta):
-            tracker.step()
 
     @contextmanager
     def _checked(self, what: str, *, read: bool) -> Iterator[None]:
         """Consumers are given exactly the rows that change within."""
         before = self._weights
         yield
-        self._weights, self._momenta = weights(self._model), momenta(self._model)
+        self._weights = weights(self._model)
         rows = changed(before, self._weights)
         for table, ids in rows.items():
             self._changed.setdefault(table, set()).update(ids)
@@ -87,32 +83,8 @@ class Run:
             found.append("no lookup was seen")
         return found if all(self._lengths_known) else [*found, "lengths were not on the host in a hook"]
 
-    def _of_weights(self) -> list[Follower]:
-        return [
-            self._follower(self._tracker, TrackingMode.EMBEDDING, 1),
-            self._follower(self._tracker, TrackingMode.EMBEDDING_LAST, 3),
-            self._follower(self._tracker, TrackingMode.ID_ONLY, BATCHES),
-            self._follower(self._compacting, TrackingMode.EMBEDDING_LAST, 3),
-            self._follower(self._compacting, TrackingMode.EMBEDDING, BATCHES),
-        ]
-
-    def _of_states(self, *, rowwise_adagrad: bool) -> list[Follower]:
-        modes = {TrackingMode.MOMENTUM_DIFF: 1, TrackingMode.MOMENTUM_LAST: 3, TrackingMode.ROWWISE_ADAGRAD: 2}
-        if not rowwise_adagrad:
-            del modes[TrackingMode.ROWWISE_ADAGRAD]
-        return [self._follower(self._of_momenta, mode, every) for mode, every in modes.items()]
-
-    def _follower(self, tracker: Tracker, mode: TrackingMode, every: int) -> Follower:
-        of_momenta = tracker is self._of_momenta
-        return Follower(tracker, mode, every, lambda: self._momenta if of_momenta else self._weights)
-
-    def _momentum_tracker(self) -> Tracker:
-        parameters = dict(self._model.named_parameters())
-        own = [table for table in self._weights if table not in self._momenta and table not in parameters]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)  # Ranks hold different tables, and have to leave out the same.
-        without = sorted(set[str]().union(*of_ranks))
-        return Tracker(self._model, TrackerOptions(auto_compact=True, fqns_to_skip=without, consumers=()))
+    def _follower(self, mode: TrackingMode, every: int) -> Follower:
+        return Follower(self._tracker, mode, every, lambda: self._weights)
 
 
 def _watch_lengths(model: nn.Module) -> list[bool]:

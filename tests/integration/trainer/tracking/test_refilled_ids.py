@@ -12,10 +12,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.usefixtures("lone_rank")
-@pytest.mark.parametrize("auto_compact", [False, True])
-def test_rows_of_ids_that_were_overwritten_since_are_marked(auto_compact: bool) -> None:
+def test_rows_of_ids_that_were_overwritten_since_are_marked() -> None:
     model = sharded({"bags": bags("user")})
-    tracker = Tracker(model, TrackerOptions(consumers=["publisher"], auto_compact=auto_compact))
+    tracker = Tracker(model, TrackerOptions(consumers=["publisher"]))
     ids, lengths = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int32)
     for first in range(0, ROWS, 4):
         ids.copy_(torch.arange(first, first + 4))
@@ -23,4 +22,4 @@ def test_rows_of_ids_that_were_overwritten_since_are_marked(auto_compact: bool) 
         loss.backward()
     ids.zero_()
     tracker.step()
-    assert tracker.get_delta("publisher").rows[f"{BAGS}.user"].ids.tolist() == list(range(ROWS))
+    assert tracker.get_delta("publisher").ids[f"{BAGS}.user"].tolist() == list(range(ROWS))

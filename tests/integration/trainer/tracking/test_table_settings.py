@@ -115,7 +115,7 @@ def test_rows_that_change_are_marked(fields: dict[str, Any], settings: dict[str,
         delta = tracker.get_delta()
         assert delta.ids[f"{BAGS}.u"].tolist() == changed
         assert len(changed) >= 2
-        assert tracker.acknowledge(delta.token)
+        assert tracker.acknowledge(delta)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
@@ -148,8 +148,7 @@ def test_rows_in_a_cache_are_read_and_deleted_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
     tracker.resync()
-    for rows in tracker.get_delta().rows.values():
-        assert rows.values is not None
-        assert rows.values[3].tolist() == [7.0] * DIM
+    for batch in tracker.get_delta().rows:
+        assert batch.values[3].tolist() == [7.0] * DIM
     tracker.delete(f"{BAGS}.second", torch.tensor([3]))
     assert kernel.lxu_cache_weights[:, 0].tolist() == [0.0, 7.0]

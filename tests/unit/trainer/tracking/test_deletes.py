@@ -19,8 +19,8 @@ from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 def ids(delta: Delta) -> tuple[list[int], list[int]]:
     """Of rows and of deletes."""
-    rows, deletes = delta.rows.get("t"), delta.deletes.get("t")
-    return rows.ids.tolist() if rows else [], deletes.ids.tolist() if deletes else []
+    rows, deletes = delta.ids.get("t"), delta.deletes.get("t")
+    return [] if rows is None else rows.tolist(), [] if deletes is None else deletes.tolist()
 
 
 @pytest.fixture
@@ -40,17 +40,17 @@ def test_a_delete_is_offered_until_it_is_acknowledged(model: Any, tracker: Track
     assert model.t.weight.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]
     delta = tracker.get_delta()
     assert ids(delta) == ids(tracker.get_delta()) == ids(tracker.get_delta_ids()) == ([], [1, 3])
-    (batch,) = delta.batches()
+    (batch,) = delta.rows
     assert (batch.deleted, batch.ids.tolist(), batch.shard.table.name) == (True, [1, 3], "t")
     assert delta.nbytes == 16
-    tracker.acknowledge(delta.token)
+    tracker.acknowledge(delta)
     assert ids(tracker.get_delta()) == ([], [])
 
 
 def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
-    tracker.acknowledge(tracker.get_delta().token)
+    tracker.acknowledge(tracker.get_delta())
     tracker.delete("t", torch.tensor([1]))
-    tracker.acknowledge(tracker.get_delta().token)
+    tracker.acknowledge(tracker.get_delta())
     changes = tracker.changes
     tracker.offer_again("t", torch.tensor([1]))
     assert tracker.changes > changes
@@ -108,7 +108,7 @@ def test_a_dense_optimizer_forgets_a_deleted_row(
         optimizer.zero_grad()
         (model.t.weight**2).sum().backward()
         optimizer.step()
-    tracker.clear()
+    tracker.acknowledge(tracker.get_delta())
     tracker.delete("t", torch.tensor([1]))
     optimizer.zero_grad()
     (model.t.weight**2).sum().backward()

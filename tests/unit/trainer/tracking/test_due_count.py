@@ -4,16 +4,18 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from tests.support.deltas import values_of
 from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.core.digests import row_digests
-from deltasync.core.tables import Shard, TableSpec
-from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode, delta_reader
-from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.gpu import due_ids, trimmed
+from deltasync.core.rows import RowBatch
+from deltasync.core.tables import TableSpec
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.gpu import due_ids
 from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS = 6
@@ -28,17 +30,11 @@ def tracker(model: Any, mode: TrackingMode = TrackingMode.EMBEDDING_LAST) -> Tra
     return Tracker(model, TrackerOptions(dense=True, mode=mode))
 
 
-def read_at_once() -> mock.MagicMock:
-    """Stands in for a read that is waited for, and lets it through."""
-    read = DeltaReader.read
-    return mock.patch.object(DeltaReader, "read", autospec=True, side_effect=read)  # type: ignore[return-value]
-
-
-def test_rows_that_were_not_expected_are_not_lost_in_silence() -> None:
+def test_more_rows_than_expected_are_an_error() -> None:
     ids, count = due_ids(torch.tensor([1, 1, 1], dtype=torch.int32), 0, 2)
-    rows = DeltaRows(ids, [Shard.whole(TableSpec("t", 3, 1))], [], None, TrackingMode.ID_ONLY)
+    rows = RowBatch.of_table(TableSpec("t", 3, 1), ids.numpy(), np.zeros((2, 1), np.float32))
     with pytest.raises(RuntimeError, match="3 rows are due, at most 2 were expected"):
-        trimmed(rows, int(count))
+        _ = Delta("c", 1, [rows], {}, None, counts={"t": count}).result
 
 
 def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:
@@ -48,14 +44,12 @@ def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:
     tracking.count_ahead()
     model.t.weight.data[4] = 8
     tracking.step()
-    with read_at_once() as read:
-        delta = tracking.begin_delta().result
-    assert not read.called
-    rows = delta.rows["t"]
-    assert rows.values is not None
-    assert rows.ids.tolist() == [1, 4]
-    assert torch.equal(rows.values, model.t.weight.data[[1, 4]])
-    assert tracking.acknowledge(delta.token)
+    pending = tracking.begin_delta()
+    assert pending.counts, "launched"
+    delta = pending.result
+    assert delta.ids["t"].tolist() == [1, 4]
+    assert torch.equal(values_of(delta, "t"), model.t.weight.data[[1, 4]])
+    assert tracking.acknowledge(delta)
     assert not tracking.get_delta().rows
 
 
@@ -64,7 +58,7 @@ def test_a_launched_read_has_the_digests_that_are_made_on_a_device(model: Any) -
     tracking.count_ahead()
     model.t.weight.data[[2, 3]] = 5
     with mock.patch.object(TrackedTable, "device", torch.device("cuda")):
-        (batch,) = tracking.begin_delta().result.batches()
+        (batch,) = tracking.begin_delta().result.rows
     assert batch.digests is not None
     assert batch.digests.tolist() == row_digests(batch.values).tolist()
 
@@ -77,31 +71,25 @@ def test_a_launched_read_has_the_rows_as_they_were_then(model: Any) -> None:
     model.t.weight.data[2] = 6
     model.t.weight.data[3] = 7
     delta = pending.result
-    assert delta.rows["t"].values is not None
-    assert (delta.rows["t"].ids.tolist(), delta.rows["t"].values.tolist()) == ([2], [[5, 5]])
-    tracking.acknowledge(delta.token)
+    assert (delta.ids["t"].tolist(), values_of(delta, "t").tolist()) == ([2], [[5, 5]])
+    tracking.acknowledge(delta)
     assert tracking.get_delta().ids["t"].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("why", ["not counted", "has nothing", "first values", "carried over", "large"])
-def test_all_else_is_read_at_once(model: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["not counted", "no rows", "first values", "large"])
+def test_other_reads_are_complete_at_once(model: Any, why: str) -> None:
     if why == "large":
-        monkeypatch.setattr(delta_reader, "_MOST_COMPARED_BYTES", 8)
-    ranked = why in ("first values", "carried over")
-    tracking = tracker(model, TrackingMode.EMBEDDING if ranked else TrackingMode.EMBEDDING_LAST)
-    if why == "has nothing":
+        model = nn.ModuleDict({"t": embedding(torch.zeros(1 << 17, 129))})  # 65 MiB
+    tracking = tracker(model, TrackingMode.EMBEDDING if why == "first values" else TrackingMode.EMBEDDING_LAST)
+    if why == "no rows":
         tracking.resync()
     if why != "not counted":
         tracking.count_ahead()
     model.t.weight.data[[1, 2]] = 9
-    if why == "carried over":
-        tracking.acknowledge(tracking.top_k(k=1).token)
-    with read_at_once() as read:
-        pending = tracking.begin_delta()
-    assert read.called
-    assert pending.arrived
-    assert set(pending.result.rows["t"].ids.tolist()) <= set(range(ROWS) if why == "has nothing" else (1, 2))
-    assert pending.result.rows["t"].ids.tolist()
+    delta = tracking.begin_delta()
+    assert not delta.counts
+    assert delta.arrived
+    assert delta.ids["t"].tolist() == (list(range(ROWS)) if why == "no rows" else [1, 2])
 
 
 @dataclass

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.trainer.tracking.cursors import ReadMemory, replace_rows
+from deltasync.trainer.tracking.cursors import ReadMemory
 
 ROWS, DIM = 300_000, 64
 
@@ -54,15 +54,3 @@ def test_large_memory_is_not_held_by_a_small_read(table: torch.Tensor) -> None:
     place = large.data_ptr()
     del large
     assert memory.select(table, torch.arange(ROWS // 2)).data_ptr() != place
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("dim", "first"), [(1, 0), (3, 0), (64, 0), (2, 2)])
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_replaces_rows(count: int, dim: int, first: int, dtype: torch.dtype) -> None:
-    rows, ids = torch.zeros(100, first + dim + 1, dtype=dtype), torch.randperm(100)[:count]
-    values = torch.randn(dim, count).to(dtype).T  # Not contiguous.
-    expected = rows.clone()
-    expected[ids, first : first + dim] = values
-    replace_rows(rows, ids, first, values)
-    assert torch.equal(rows, expected)

@@ -68,10 +68,9 @@ def tracker(model: nn.Module) -> Tracker:
 def changed(tracked: Tracker) -> dict[str, dict[int, list[int]]]:
     """What has changed since the last call, and is no longer due: values by row, by table."""
     delta = tracked.get_delta()
-    tracked.acknowledge(delta.token)
+    tracked.acknowledge(delta)
     return {
-        batch.table.name: dict(zip(batch.ids.tolist(), batch.values.tolist(), strict=True))
-        for batch in delta.batches()
+        batch.table.name: dict(zip(batch.ids.tolist(), batch.values.tolist(), strict=True)) for batch in delta.rows
     }
 
 
@@ -283,8 +282,8 @@ def test_a_copy_built_from_reads_is_the_map(program: list[tuple[str, dict[int, i
             tracked.load_state_dict(saved)
         delta = tracked.get_delta()
         if what != "lose":
-            tracked.acknowledge(delta.token)
-            for batch in delta.batches():
+            tracked.acknowledge(delta)
+            for batch in delta.rows:
                 if batch.table.name == RAW_IDS:
                     copy |= dict(zip(batch.ids.tolist(), batch.values.tolist(), strict=True))
             assert {row: raw for row, [raw] in copy.items() if raw} == {

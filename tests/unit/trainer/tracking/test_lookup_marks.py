@@ -8,8 +8,9 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import module_tensors
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.tracked_model import Lookup, TrackedModel
@@ -43,11 +44,12 @@ class Lookups:
         self._kernels: dict[str, nn.Module] = {name: nn.Identity() for name in by_name}
         lookups = {self._kernels[name]: looked_up for name, looked_up in by_name.items()}
         model = TrackedModel({}, tables, [], lookups, frozenset(), [], None)
-        self.marks = LookupMarks(model, self.stamps, UpdateGate(torch.device("cpu")), self.cost)
+        gate = UpdateGate(torch.device("cpu"))
+        self.marking = RowMarking(model, self.stamps, gate, self.cost, TrackerOptions())
 
     def look_up(self, name: str, features: KeyedJaggedTensor) -> None:
         output = torch.zeros(1, requires_grad=True)
-        self.marks.record_lookup(features, output, self._kernels[name])
+        self.marking.record_lookup(features, output, self._kernels[name])
         output.sum().backward()  # type: ignore[no-untyped-call]
 
 
@@ -87,8 +89,8 @@ def test_lookups_stamp_the_rows_of_their_tables(
             if table is not None:
                 expected[table] += [row for key in bags[first : first + keys] for bag in key for row in bag]
             first += keys
-    model.marks.compact()
-    assert model.marks.nbytes == 0
+    model.marking.end_step()
+    assert model.marking.nbytes == 0
     assert model.stamps.written.tolist() == [len(ids) for ids in expected]
     assert model.cost.compaction_bytes == STAMP_BYTES * sum(map(len, expected))
     for number, (rows, ids) in enumerate(zip(ROWS, expected, strict=True)):
@@ -103,6 +105,6 @@ def test_lookups_take_bounded_memory_although_no_step_ends(ids: int, lookups: in
     held = []
     for _ in range(lookups):
         model.look_up("one table", features)
-        held.append(model.marks.nbytes)
+        held.append(model.marking.nbytes)
     assert max(held) <= most_bytes
     assert len(model.stamps.later(0, 0)) == min(ids, ROWS[0])

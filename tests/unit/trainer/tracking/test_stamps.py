@@ -1,19 +1,24 @@
 """Stamps, in host memory as in torch: rows that differ in a bit, and a clock that starts over."""
 
 import struct
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.deltas import first_of, values_of
 from tests.support.embeddings import embedding
 from torch import nn
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking import tracker as tracker_module
 from deltasync.trainer.tracking.compared_rows import differing_rows
-from deltasync.trainer.tracking.stamps import CLOCK_END, Clock, HostMarks, HostStamps, TableStamps, forget
+from deltasync.trainer.tracking.cursors import forget
+from deltasync.trainer.tracking.stamps import CLOCK_END, HostStamps, TableStamps
 
 # Bits, among them -0.0, two NaNs and the smallest number.
 BITS = {
@@ -59,15 +64,13 @@ class Receiver:
 
     def read(self, tracking: Tracker, *, acknowledge: bool) -> None:
         delta = tracking.get_delta(self.name)
-        if "t" in delta.rows:
-            rows = delta.rows["t"]
-            assert rows.values is not None
-            assert rows.first is not None
-            assert torch.equal(rows.first.nan_to_num(-1.0), self.acknowledged[rows.ids].nan_to_num(-1.0))
-            self.rows[rows.ids] = rows.values
+        if "t" in delta.ids:
+            ids, first = delta.ids["t"], first_of(delta, "t")
+            assert torch.equal(first.nan_to_num(-1.0), self.acknowledged[ids].nan_to_num(-1.0))
+            self.rows[ids] = values_of(delta, "t")
         if "t" in delta.deletes:
-            self.rows[delta.deletes["t"].ids] = 0.0
-        if acknowledge and tracking.acknowledge(delta.token):
+            self.rows[delta.deletes["t"]] = 0.0
+        if acknowledge and tracking.acknowledge(delta):
             self.acknowledged = self.rows.clone()
 
 
@@ -82,7 +85,7 @@ STEP = st.one_of(
 def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int | str]], ticks: int) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=TrackingMode.EMBEDDING, dense=True)
     model, number = rows(), 0.0
-    with mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
+    with mock.patch.object(tracker_module, "CLOCK_END", 3 + ticks):
         tracking = Tracker(model, options)
         receivers = {name: Receiver(name, model.t.weight.data) for name in "ab"}
         for what, which in steps:
@@ -112,11 +115,11 @@ def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
     model.t.weight.data[1] = 1.0
     late = tracking.get_delta()
     assert late.ids["t"].tolist() == [1]
-    assert not tracking.acknowledge(late.token), "its cursor is of a time that is over"
-    assert not tracking.acknowledge(earlier.token)
+    assert not tracking.acknowledge(late), "its cursor is of a time that is over"
+    assert not tracking.acknowledge(earlier)
     again = tracking.get_delta()
     assert again.ids["t"].tolist() == [0, 1, 2, 3]
-    assert tracking.acknowledge(again.token)
+    assert tracking.acknowledge(again)
     model.t.weight.data[2] = 1.0
     assert tracking.get_delta().ids["t"].tolist() == [2]
 
@@ -129,7 +132,7 @@ TYPES = st.sampled_from((torch.int64, torch.int32, torch.int16))
 OPERATION = st.one_of(
     st.tuples(st.just("mark"), st.lists(st.integers(-2, ROWS + 50), max_size=30), TYPES),
     st.tuples(st.just("delete"), INSIDE),
-    st.tuples(st.sampled_from(("mark_all", "mark_present", "settle"))),
+    st.tuples(st.sampled_from(("mark_all", "settled"))),
     st.tuples(st.just("replace"), st.integers(0, 2**32 - 1)),
     st.tuples(st.just("later"), st.integers(-1, 8)),
     st.tuples(st.just("deleted_later"), st.integers(0, 8)),
@@ -137,24 +140,30 @@ OPERATION = st.one_of(
 )
 
 
-def host_stamps(rows: int, clock: Clock) -> HostStamps:
-    return HostStamps(rows, clock, *HostMarks([70, rows, 3]).of(1))
+def host_stamps(rows: int) -> HostStamps:
+    return HostStamps(rows, np.zeros(-(-rows // 64), np.uint64), np.zeros(1, np.int64))
 
 
-def apply(stamps: TableStamps, clock: Clock, name: str, *arguments: Any) -> list[int] | None:
+def torch_stamps(rows: int) -> TableStamps:
+    return TableStamps(rows, torch.device("cpu"))
+
+
+def apply(stamps: TableStamps, name: str, *arguments: Any) -> list[int] | None:
     if name == "tick":
-        stamps.settle()
-        clock.now += 1
+        stamps.settled()
+        stamps.clock += 1
     elif name == "mark":
         ids, dtype = arguments
         stamps.mark(torch.tensor(ids, dtype=dtype))
+    elif name == "mark_all":
+        stamps.replace(stamps.clock)
     elif name == "delete":
         stamps.delete(torch.tensor(arguments[0], dtype=torch.int64))
     elif name == "replace":
-        limits, generator = (-clock.now, clock.now + 1), torch.Generator().manual_seed(arguments[0])
+        limits, generator = (-stamps.clock, stamps.clock + 1), torch.Generator().manual_seed(arguments[0])
         stamps.replace(torch.randint(*limits, (ROWS,), dtype=torch.int32, generator=generator))
     elif arguments:  # A cursor is always behind the clock.
-        return list(getattr(stamps, name)(min(arguments[0], clock.now - 1)).tolist())
+        return list(getattr(stamps, name)(min(arguments[0], stamps.clock - 1)).tolist())
     else:
         getattr(stamps, name)()
     return None
@@ -162,22 +171,21 @@ def apply(stamps: TableStamps, clock: Clock, name: str, *arguments: Any) -> list
 
 @given(st.lists(OPERATION, max_size=25))
 def test_marks_in_host_memory_are_stamps(program: list[tuple[Any, ...]]) -> None:
-    clocks = Clock(), Clock()
-    host, torch_form = host_stamps(ROWS, clocks[0]), TableStamps(ROWS, clocks[1], torch.device("cpu"))
+    host, torch_form = host_stamps(ROWS), torch_stamps(ROWS)
     for operation in program:
-        assert apply(host, clocks[0], *operation) == apply(torch_form, clocks[1], *operation)
-    assert host.stamps.tolist() == torch_form.stamps.tolist()
+        assert apply(host, *operation) == apply(torch_form, *operation)
+    assert host.settled().tolist() == torch_form.settled().tolist()
 
 
-@pytest.mark.parametrize("made", [host_stamps, lambda rows, clock: TableStamps(rows, clock, torch.device("cpu"))])
-def test_a_part_of_ids_that_do_not_lie_side_by_side(made: Any) -> None:
-    stamps = made(8, Clock(3))
+@pytest.mark.parametrize("make", [host_stamps, torch_stamps])
+def test_ids_that_are_not_contiguous(make: Callable[[int], TableStamps]) -> None:
+    stamps = make(8)
     stamps.mark(torch.arange(8).view(4, 2)[:, 1][1:3])
     assert stamps.later(0).tolist() == [3, 5]
 
 
 def test_a_table_without_rows() -> None:
-    stamps = host_stamps(0, Clock())
+    stamps = host_stamps(0)
     stamps.mark(torch.tensor([0, 1]))
-    stamps.mark_all()
-    assert stamps.later(-1).tolist() == stamps.deleted_later(0).tolist() == stamps.stamps.tolist() == []
+    stamps.replace(stamps.clock)
+    assert stamps.later(-1).tolist() == stamps.deleted_later(0).tolist() == stamps.settled().tolist() == []

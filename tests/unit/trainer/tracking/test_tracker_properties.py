@@ -43,8 +43,7 @@ NAME, TABLE, ROW = st.sampled_from(NAMES), st.integers(0, 2), st.integers(0, 2)
 WRITES = st.lists(st.tuples(TABLE, ROW, st.sampled_from(VALUES)), min_size=1, max_size=5)
 OFTEN = [
     *2 * [operations("write", WRITES)],
-    *2 * [operations("read", NAME)],
-    *3 * [operations("top_k", NAME, st.sampled_from((1, 1, 2, 3)))],
+    *4 * [operations("read", NAME)],
     *3 * [operations("acknowledge", st.sampled_from((0, 0, 1, 2)))],
     operations("delete", TABLE, st.lists(ROW, max_size=2)),
 ]
@@ -52,14 +51,12 @@ SELDOM = [
     operations("acknowledge", st.integers(0, 20)),
     operations("read_ids", NAME),
     operations("end_step"),
-    operations("compact"),
     operations("mark", TABLE, st.lists(ROW, max_size=3)),
     operations("mark_all", st.none() | TABLE),
     operations("add", NAME, st.sampled_from(MODES)),
     operations("add", st.just("c"), st.sampled_from(MODES)),
     operations("remove", NAME),
     operations("resync", NAME),
-    operations("clear", st.none() | NAME),
 ]
 COUNTED = [*2 * [operations("count", NAME)], *2 * [operations("read_begun", NAME)]]
 CHECKPOINTS = [*2 * [operations("reload")], operations("save"), operations("restore")]
@@ -69,10 +66,9 @@ def run(
     program: Sequence[Operation],
     mode: TrackingMode = TrackingMode.EMBEDDING,
     *,
-    delete_on_read: bool = False,
     device: torch.device | None = None,
 ) -> None:
-    options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True, delete_on_read=delete_on_read)
+    options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True)
     Written(Tables().to(device), options).run(program)
 
 
@@ -117,12 +113,7 @@ def test_launched_reads_are_those_that_are_waited_for(program: list[Operation], 
 
 
 @given(programs(*OFTEN, *SELDOM))
-def test_memory_that_is_used_again(program: list[Operation]) -> None:
+def test_memory_of_reads_is_reused(program: list[Operation]) -> None:
     spare = mock.patch.object(Written, "bytes_under_way", 10_000)
     with mock.patch.object(cursors, "_LARGE_BYTES", 0), spare:
         run(program)
-
-
-@given(programs(*OFTEN, *SELDOM))
-def test_a_read_that_acknowledges_itself(program: list[Operation]) -> None:
-    run(program, delete_on_read=True)

@@ -1,7 +1,5 @@
 """A tracker's state between ranks that hold a table in different pieces, and states that are none."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.deltas import first_of, values_of
 from torch import nn
 
 from deltasync.base.errors import InvalidInput
@@ -42,14 +41,11 @@ class Piece:
         low, high = self.rows
         return torch.tensor([row - low for row in sorted(rows) if low <= row < high], dtype=torch.int64)
 
-    def table(
-        self, whole: torch.Tensor, momentum: Callable[[tuple[int, int]], float] | None = None
-    ) -> TrackedTable:
+    def table(self, whole: torch.Tensor) -> TrackedTable:
         (low, high), shards = self.rows, []
         for first, end in self.columns:
             shard = Shard(TABLE, low, high - low, first, end - first)
-            own = [torch.full((high - low, 1), momentum((first, end)))] if momentum else []
-            shards.append(TrackedShard(shard, whole[low:high, first:end].clone(), own))
+            shards.append(TrackedShard(shard, whole[low:high, first:end].clone()))
         return TrackedTable(TABLE, shards, [], fused=True, replicated=False)
 
 
@@ -82,7 +78,6 @@ def saved(piece: Piece, rows: dict[str, set[int]], ticks: int) -> dict[str, Any]
     stamps.stamp(0, piece.local(rows["acknowledged"]))
     consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING, [table])
     stamps.stamp(0, piece.local(rows["due"]))
-    consumer.carried["t"] = piece.local(rows["carried"]) + table.row_offset
     stamps.stamp_deleted(0, piece.local(rows["deleted"]))
     return save([table], stamps, [consumer]) | {"steps": 1}
 
@@ -93,7 +88,7 @@ SOME = st.sets(st.integers(0, ROWS - 1))
 @given(
     pieces(),
     pieces(),
-    st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "carried", "deleted"), SOME)),
+    st.fixed_dictionaries(dict.fromkeys(("acknowledged", "due", "deleted"), SOME)),
     st.data(),
 )
 def test_first_values_find_their_columns(
@@ -101,7 +96,7 @@ def test_first_values_find_their_columns(
 ) -> None:
     """Clocks of the ranks differ; so do their pieces before and after."""
     states = [saved(piece, rows, data.draw(st.integers(0, 5))) for piece in before]
-    expected = (rows["due"] | rows["carried"]) - rows["deleted"]
+    expected = rows["due"] - rows["deleted"]
     now = HELD.clone()
     now[sorted(expected)] += 0.5
     now[sorted(rows["deleted"])] = 0.0
@@ -109,10 +104,9 @@ def test_first_values_find_their_columns(
         table = piece.table(now)
         stamps = RowStamps([table])
         consumer = load([table], stamps, states)["c"]
-        ids = consumer.due(table, stamps, 0)
+        ids = stamps.later(0, consumer.cursor)
         assert torch.equal(ids, piece.local(expected))
-        first = consumer.first_rows(table, ids)
-        assert first is not None
+        first = torch.cat([consumer.first_values[tracked.shard][ids] for tracked in table.shards], dim=1)
         assert torch.equal(first, piece.slice(HELD)[ids])
         assert torch.equal(stamps.deleted_later(0, consumer.cursor), piece.local(rows["deleted"]))
 
@@ -138,7 +132,7 @@ def resharded(spec: TableSpec, before: list[tuple[int, int]], after: list[tuple[
         table = table_of(rows)
         stamps = RowStamps([table])
         consumer = load([table], stamps, states)["c"]
-        due.append({row + rows[0] for row in consumer.due(table, stamps, 0).tolist()})
+        due.append({row + rows[0] for row in stamps.later(0, consumer.cursor).tolist()})
     return due
 
 
@@ -149,29 +143,6 @@ def test_maps_of_other_ranks_have_changed(before: list[tuple[int, int]], after: 
     """
     assert set().union(*resharded(RANGES, before, after)) == {end - 1 for _, end in (*before, *after)}
     assert resharded(MAP, before, after) == [set() if rows in before else set(range(*rows)) for rows in after]
-
-
-def momentum_of(columns: tuple[int, int]) -> float:
-    return 10.0 * columns[0] + columns[1]
-
-
-@given(pieces(), pieces())
-def test_one_value_per_shard_fits_the_same_shard_only(before: list[Piece], after: list[Piece]) -> None:
-    states, known = [], set()
-    for piece in before:
-        table = piece.table(HELD, momentum_of)
-        stamps = RowStamps([table])
-        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.MOMENTUM_DIFF, [table])
-        stamps.stamp_all(0)
-        states.append(save([table], stamps, [consumer]) | {"steps": 1})
-        known |= {(row, columns) for row in range(*piece.rows) for columns in piece.columns}
-    for piece in after:
-        table = piece.table(HELD, lambda _columns: -1.0)
-        first = load([table], RowStamps([table]), states)["c"].first_rows(table, torch.arange(table.rows))
-        assert first is not None
-        for row, momenta in zip(range(*piece.rows), first.tolist(), strict=True):
-            for columns, value in zip(piece.columns, momenta, strict=True):
-                assert value == momentum_of(columns) if (row, columns) in known else math.isnan(value)
 
 
 def rows_of(count: int = 3) -> nn.Module:
@@ -190,7 +161,7 @@ def tracker(rows: int = 3) -> Tracker:
         (["tables", "t"], {}),
         (["consumers", "default"], {}),
         (["consumers", "default", "mode"], "psychic"),
-        (["consumers", "default", "carried"], 7),
+        (["consumers", "default", "first"], 7),
     ],
 )
 def test_a_spoilt_state_is_refused_and_changes_nothing(path: list[str], value: Any) -> None:
@@ -214,7 +185,7 @@ def test_what_is_no_state_is_told_from_one(state: Any) -> None:
 def of_format_1() -> dict[str, Any]:
     """A state: row 1 is due, and was 0.5 in its second column."""
     first = {"ids": torch.tensor([1]), "values": torch.tensor([[0.0, 0.5]])}
-    consumer = {"mode": "embedding", "cursor": 1, "carried": {}, "first": {"t": first}}
+    consumer = {"mode": "embedding", "cursor": 1, "first": {"t": first}}
     table = {"row_offset": 0, "columns": [(0, 2)], "stamps": torch.tensor([0, 2, 0], dtype=torch.int32)}
     return {"format": 1, "clock": 2, "tables": {"t": table}, "consumers": {"default": consumer}, "steps": 7}
 
@@ -225,9 +196,7 @@ def test_what_was_saved_is_known_again() -> None:
     delta = loading.get_delta()
     assert loading.steps == 7
     assert delta.ids["t"].tolist() == [1]
-    first = delta.rows["t"].first
-    assert first is not None
-    assert first.tolist() == [[0.0, 0.5]]
+    assert first_of(delta, "t").tolist() == [[0.0, 0.5]]
 
 
 def names(state: Any) -> Any:
@@ -275,7 +244,7 @@ def test_consumers_are_those_of_the_checkpoint() -> None:
     after.load_state_dict(before.state_dict())
     assert {name: after.get_delta(name).ids for name in ("default", "new")} == {"default": {}, "new": {}}
     assert after.get_delta("old").ids["t"].tolist() == [1]
-    assert after.get_delta("old").rows["t"].values is None, "its mode is that of the checkpoint"
+    assert values_of(after.get_delta("old"), "t").numel() == 0, "its mode is that of the checkpoint"
 
 
 class TestDeltaSync:

@@ -31,7 +31,7 @@ def test_rows_that_changed_unmarked_are_named_and_marked() -> None:
     held.shards[0].weight[7, 0] = 1.0
     with pytest.raises(Contradiction, match=r"table 'user': rows 103, 107 have changed, .*mark\(table, ids\)"):
         verification.check()
-    assert torch.nonzero(stamps.stamps[0]).view(-1).tolist() == [3, 7]
+    assert torch.nonzero(stamps.of(0)).view(-1).tolist() == [3, 7]
     verification.check()
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
@@ -32,7 +30,6 @@ from deltasync.trainer.example.options import ModelOptions, StreamOptions, Train
 from deltasync.trainer.example.stream import play
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.prometheus import serve_metrics
-from deltasync.trainer.scalars import ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
 from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
@@ -135,15 +132,6 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
 @click.option("--checkpoint", type=_FOLDER, help="Folder of checkpoints to continue from and save to.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
 @click.option(
-    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard scalars, with a subfolder for each rank."
-)
-@click.option(
-    "--tensorboard-lag",
-    multiple=True,
-    metavar="CONSUMER",
-    help="Also write the lag of this consumer; may be repeated.",
-)
-@click.option(
     "--metrics", metavar="HOST:PORT", help="Serve /metrics: first rank on this port, others on the next ports."
 )
 @click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
@@ -151,8 +139,6 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
 def main(**settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     log_to_stderr()
-    if settings["tensorboard_lag"] and settings["tensorboard"] is None:
-        raise click.UsageError("--tensorboard-lag needs --tensorboard, the folder to write to")
     train(join_ranks(), **settings)
     leave_ranks()  # The model is gone, so nothing uses the process group any more.
 
@@ -169,8 +155,6 @@ def train(
     on_refusal: str,
     checkpoint: Path | None,
     checkpoint_every: int,
-    tensorboard: Path | None,
-    tensorboard_lag: tuple[str, ...],
     metrics: str | None,
     results: Path | None,
     poison_at: int | None,
@@ -194,10 +178,7 @@ def train(
     if checkpoints:
         checkpoints.load()
     batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps, poison_at))
-    # The lag of a consumer is the same for all ranks, so the first one asks for it.
-    lag = ScalarOptions(service=service, consumers=tensorboard_lag if rank == 0 else ())
-    board = Scalars(sync, [TensorBoard(tensorboard / f"rank-{rank}")], lag) if tensorboard else nullcontext()
-    with sync, board as scalars:
+    with sync:
         if metrics:
             serve_metrics(sync, model, rank, metrics, int(os.environ.get("LOCAL_RANK", 0)))
         publish_first(sync, refusal)
@@ -212,9 +193,6 @@ def train(
             if not pipeline.stepped:  # This step has more micro-batches.
                 continue
             sync.step(event_time_unix_ns)
-            if scalars and scalars.due:
-                _, logit, label = output
-                scalars.step(loss=binary_cross_entropy_with_logits(logit, label))
             if checkpoints:
                 checkpoints.step()
         finish(sync, checkpoints)

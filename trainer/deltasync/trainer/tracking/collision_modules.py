@@ -105,11 +105,7 @@ class CollisionModule:
 
 
 def collision_modules(model: nn.Module) -> list[CollisionModule]:
-    """All managed collision modules of a model.
-
-    Raises:
-        InvalidInput: the map of a module cannot be published.
-    """
+    """All managed collision modules of a model."""
     by_id = {
         id(one.module): one
         for name, module in named_modules(model)
@@ -182,11 +178,7 @@ class CollisionMapShard:
     """
 
     def __init__(self, collision: CollisionModule) -> None:
-        """Read the current map.
-
-        Raises:
-            InvalidInput: the map contradicts itself.
-        """
+        """Read the current map."""
         self.of = collision.of
         self._collision = collision
         self._version: tuple[int, ...] = ()
@@ -195,11 +187,7 @@ class CollisionMapShard:
         self.update()
 
     def update(self) -> torch.Tensor:
-        """Read the map again; return the local ids of rows whose raw id has changed: int64 [n].
-
-        Raises:
-            InvalidInput: the map contradicts itself. The result of the last read stays.
-        """
+        """Read the map again; return the local ids of rows whose raw id has changed: int64 [n]."""
         version = self._buffers_version()
         if version and version == self._version:
             return self._column.new_empty(0)
@@ -219,9 +207,6 @@ class CollisionMapShard:
 
         Args:
             entries: the rows of the map's table, [n, 1], in host memory.
-
-        Raises:
-            InvalidInput: raw ids are looked up in another shard than the one with their rows, or not found.
         """
         rows = torch.nonzero(entries.view(-1)).view(-1)
         raw = entries.view(-1)[rows] ^ FREE_ID
@@ -342,11 +327,7 @@ class CollisionMapShard:
 
 
 def id_maps(model: nn.Module) -> list[CollisionMapShard]:
-    """The maps of all managed collision modules of a model.
-
-    Raises:
-        InvalidInput: a map cannot be published.
-    """
+    """The maps of all managed collision modules of a model."""
     return [CollisionMapShard(collision) for collision in collision_modules(model)]
 
 

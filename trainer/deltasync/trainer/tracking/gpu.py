@@ -3,19 +3,15 @@
 Everything except `Streams` also works on a CPU, for tests; nothing waits there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.digests import first_word, weights
 from deltasync.core.tables import Shard
-from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
 
 
 class Streams:
@@ -62,70 +58,6 @@ class Streams:
         return arrival
 
 
-class LaunchedDelta(Delta):
-    """A delta whose rows are still being copied to host memory.
-
-    When a read is launched, only an upper bound of the number of due rows is known. The copy therefore ends with
-    rows that are not due, and the exact count arrives with it.
-    """
-
-    def __init__(
-        self,
-        rows: Mapping[str, DeltaRows],
-        counts: Mapping[str, torch.Tensor],
-        token: Token,
-        deletes: Mapping[str, DeletedRows],
-        arrival: torch.cuda.Event | None,
-    ) -> None:
-        """Take over copies in progress.
-
-        Args:
-            rows: by FQN, rows that are being copied to host memory, the due rows first.
-            counts: by FQN, number of due rows: int64 [1], also being copied.
-            token: the delta's token.
-            deletes: the delta's deletes.
-            arrival: event at the end of all copies; None if they are complete.
-        """
-        super().__init__(rows, token, deletes)
-        self._counts, self._arrival = counts, arrival
-
-    @property
-    def arrived(self) -> bool:
-        """Whether `result` returns without waiting."""
-        return self._arrival is None or bool(self._arrival.query())  # type: ignore[no-untyped-call]
-
-    @property
-    def result(self) -> Delta:
-        """This delta, after waiting until its rows are in host memory."""
-        if self._arrival:
-            self._arrival.synchronize()
-            self._arrival = None
-        if self._counts:
-            due = {fqn: trimmed(rows, int(self._counts[fqn])) for fqn, rows in self.rows.items()}
-            self.rows, self._counts = {fqn: rows for fqn, rows in due.items() if len(rows.ids)}, {}
-        return self
-
-
-def trimmed(rows: DeltaRows, count: int) -> DeltaRows:
-    """Keep the first `count` rows.
-
-    Raises:
-        RuntimeError: there are fewer.
-    """
-    if count > len(rows.ids):
-        raise RuntimeError(f"{count} rows are due, at most {len(rows.ids)} were expected: this is a defect")
-    values, digests = ([each[:count] for each in both] for both in (rows.shard_values, rows.shard_digests))
-    return replace(rows, ids=rows.ids[:count], shard_values=values, shard_digests=digests)
-
-
-def rows_to_host(rows: DeltaRows) -> DeltaRows:
-    """Copy rows to host memory on the current stream; returns the same object if they are already there."""
-    if not rows.ids.is_cuda:
-        return rows
-    values, digests = ([to_host(each) for each in both] for both in (rows.shard_values, rows.shard_digests))
-    return replace(rows, ids=to_host(rows.ids), shard_values=values, shard_digests=digests)
-
-
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to host memory on the current stream; returns the same tensor if it is already there."""
     if not tensor.is_cuda:
@@ -151,13 +83,9 @@ class DueCount:
     arrival: torch.cuda.Event | None
 
     def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
-        """Upper bounds of the number of rows now stamped after the cursor, by table.
+        """Upper bounds of the number of rows now stamped after the cursor, by table, given their rows.
 
-        Waits for GPU work launched before the count, but not for later work.
-
-        Args:
-            rows: by table, number of rows.
-            written: the current `RowStamps.written`.
+        `written` is the current `RowStamps.written`. Waits for the GPU's work before the count, but not for later.
         """
         if self.arrival:
             self.arrival.synchronize()
@@ -179,19 +107,6 @@ def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor
     """
     due = stamps > cursor
     return torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1), due.sum().view(1)
-
-
-def ids_by_table(
-    features: KeyedJaggedTensor, tables: NDArray[np.int64], only: int | None
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the ids of a lookup by table number. `tables` and `only` are those of `stamps.LookupPlaces`."""
-    ids = features.values()
-    if only is not None:  # Do not ask for the ends of keys, which would wait for a GPU.
-        yield only, ids
-        return
-    ends = features.offset_per_key()
-    for number, first, end in tables[:, :3].tolist():
-        yield number, ids[ends[first] : ends[end]]
 
 
 # Widen words to 64 bits in blocks of this size, to save memory.

@@ -59,11 +59,7 @@ class ModuleTensor:
 
     @property
     def table(self) -> TableSpec:
-        """The table that it is published as.
-
-        Raises:
-            InvalidInput: its type is not supported.
-        """
+        """The table that it is published as."""
         if self.dtype not in _DTYPES:
             types = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
             raise InvalidInput(f"{self.kind.value} {self.name!r} is of type {self.dtype}, expected one of {types}")
@@ -79,11 +75,7 @@ class ModuleTensor:
         )
 
     def matrix(self) -> torch.Tensor:
-        """The current tensor, as a view [rows, dim].
-
-        Raises:
-            InvalidInput: its shape or type has changed, it is not contiguous, or an alias now has another tensor.
-        """
+        """The current tensor, as a view [rows, dim]."""
         now = _tensor_at(self.owner, self.attribute)
         if now is None or (now.shape, now.dtype) != (self.shape, self.dtype):
             state = "is gone" if now is None else f"is {list(now.shape)} of {now.dtype} now"
@@ -104,18 +96,7 @@ class ModuleTensor:
 def module_tensors(
     model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()
 ) -> list[ModuleTensor]:
-    """All parameters and buffers outside sharded modules that `state_dict` has, each once.
-
-    Leaves out tensors without elements.
-
-    Args:
-        model: the model.
-        dense: also return tensors that are not embedding tables.
-        fqns_to_skip: tables that are not read, so their newest rows may be in a cache.
-
-    Raises:
-        InvalidInput: a tensor has no shape yet, or the newest rows of a table are in a cache.
-    """
+    """All parameters and buffers outside sharded modules with elements that `state_dict` has, each once."""
     embeddings = {id(module): weight for _, module, weight in _embedding_modules(model)}
     tables = {id(weight) for weight in embeddings.values() if _is_table(weight)}
     states: dict[int, Sequence[torch.Tensor]] = {}
@@ -148,13 +129,7 @@ def module_tensors(
 
 
 def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()) -> list[str]:
-    """A warning for each unsharded embedding module whose rows no policy can rank or quantise.
-
-    Args:
-        model: the model.
-        dense: whether parameters are published.
-        fqns_to_skip: tables that are not published.
-    """
+    """A warning for each unsharded embedding module whose rows no policy can rank or quantise."""
     sentences, instead = [], "which no policy ranks or quantises" if dense else "which dense=False leaves out"
     for name, _, weight in _embedding_modules(model):
         if not (_is_table(weight) or is_skipped(name, fqns_to_skip)):
@@ -319,11 +294,7 @@ class UnpublishedState:
         return sum(before.nbytes for _, before in self._copies.values())
 
     def check(self) -> None:
-        """Check that nothing has changed.
-
-        Raises:
-            InvalidInput: a buffer that is not persistent has changed, or a module has new parameters or buffers.
-        """
+        """Check that nothing has changed."""
         for (name, module), names in zip(self._modules, self._names, strict=True):
             if more := _names(module) - names:
                 new = ", ".join(map(repr, sorted(more)))
@@ -340,11 +311,7 @@ class UnpublishedState:
 
 
 def check_extra_state(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
-    """Check that no module outside embedding tables has extra state, except skipped modules.
-
-    Raises:
-        InvalidInput: a module has extra state.
-    """
+    """Check that no module outside embedding tables has extra state, except skipped modules."""
     for name, module in modules_outside_of_tables(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state and not is_skipped(name, fqns_to_skip):
             raise InvalidInput(

@@ -35,11 +35,7 @@ def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingModule]]:
-    """FQN and module of every sharded embedding module of a model, each once.
-
-    Raises:
-        InvalidInput: the model has a sharded module of a type whose rows cannot be tracked.
-    """
+    """FQN and module of every sharded embedding module of a model, each once."""
     seen = set[int]()
     for name, module in named_modules(model):
         if isinstance(module, _TRACKED) and id(module) not in seen:

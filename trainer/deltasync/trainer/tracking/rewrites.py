@@ -102,11 +102,7 @@ def _listen_to_averages(hooks: Hooks, model: nn.Module, listener: RewriteListene
 
 
 def check_averages(model: nn.Module) -> None:
-    """Refuse a `DMPCollection` whose ranks have no complete rows between steps.
-
-    Raises:
-        InvalidInput: the model has one.
-    """
+    """Refuse a `DMPCollection` whose ranks have no complete rows between steps."""
     for module in model.modules():
         if isinstance(module, DMPCollection) and any(map(_is_fully_sharded, module._ctxs)):
             raise InvalidInput(

@@ -4,23 +4,27 @@ The training thread looks up rows and ends steps. Rows change in backward, whose
 Reading threads also settle marks, between steps. The gate protects marks and stamps.
 """
 
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.base.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import fused_collections, modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import DenseOptimizers, reset_rows
 from deltasync.trainer.tracking.shards import check_deletable, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
@@ -34,12 +38,16 @@ from deltasync.trainer.tracking.tracked_model import TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
 
+_MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
+
 
 class RowMarking:
     """Stamps rows of a model after lookups, evictions, rewrites, dense updates and explicit marks.
 
+    It keeps the ids of a lookup, without a copy, until the end of the step, and only then stamps their rows. If
+    ranks share the model, it stamps them during the output dists of the next step.
+
     Attributes:
-        lookups: marks the rows of lookups.
         changes: number of steps, explicit marks and rewrites of whole tables.
     """
 
@@ -51,40 +59,29 @@ class RowMarking:
         cost: TrackerCost,
         options: TrackerOptions,
     ) -> None:
-        """Prepare marking; `listen` starts it.
-
-        Args:
-            tracked: the model.
-            stamps: the stamps of its rows.
-            gate: prevents reads while rows change.
-            cost: where to add the time of marking.
-            options: options of the tracker.
-        """
-        self._tables = tracked.tables
-        self._replicas = {table.name: table for table in tracked.replicas}
+        """Prepare marking; `listen` starts it."""
+        self.changes = 0
+        self._tracked, self._tables = tracked, tracked.tables
         self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
         self._fused = {table.name for table in tracked.tables if table.fused}
-        self._id_maps = tracked.id_maps
-        self._unpublished = tracked.unpublished
-        self._stamps = stamps
-        self._gate = gate
-        self._options = options
+        self._stamps, self._gate, self._cost, self._options = stamps, gate, cost, options
         self._verification = Verification(tracked.tables, stamps) if options.verify else None
-        shared = any(module._env.world_size > 1 for module in tracked.modules.values())
-        self._overlaps = options.auto_compact and shared
-        self.lookups = LookupMarks(tracked, stamps, gate, cost, self._verification, overlaps=self._overlaps)
         self._dense_optimizers = DenseOptimizers()
         self._hooks = Hooks()
         self._rewrites = list[bool]()  # By rewrite in progress, whether rows were already changing before it.
-        self.changes = 0
+        self._places = {kernel: stamps.places(lookups) for kernel, lookups in tracked.lookups.items()}
+        self._waiting = list[tuple[KeyedJaggedTensor, nn.Module]]()
+        self._waiting_bytes = self._steps_waited = 0
+        self._overlaps = any(module._env.world_size > 1 for module in tracked.modules.values())
+        self._paused = _Paused()
 
     def listen(self, model: nn.Module) -> None:
         """Register hooks with TorchRec and PyTorch for all changes of rows."""
         hooks = self._hooks
-        listen_to_lookups(hooks, model, self.lookups.record_lookup)
+        listen_to_lookups(hooks, model, self.record_lookup)
         listen_to_evictions(hooks, model, self._mark_evicted)
         listen_to_rewrites(hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
-        if not all(table.fused for table in (*self._tables, *self._replicas.values())):
+        if not all(table.fused for table in (*self._tables, *self._tracked.replicas)):
             hooks.undo_with(self._dense_optimizers.listen())
         if any(table.compared for table in self._tables):
             listen_to_gradients(hooks, model, self._begin_updates)
@@ -98,7 +95,7 @@ class RowMarking:
         if self._options.id_maps:
             listen_to_maps(hooks, model, self._begin_updates)
         if self._overlaps:
-            listen_to_output_dists(hooks, model, self.lookups.compact)
+            listen_to_output_dists(hooks, model, self._stamp_waiting)
 
     def close(self) -> None:
         """Stop listening."""
@@ -107,47 +104,111 @@ class RowMarking:
     @property
     def nbytes(self) -> int:
         """Bytes of ids whose rows are not stamped yet, and of copies to compare rows with."""
-        compared = [*self._id_maps, *(each for each in (self._verification, self._unpublished) if each)]
-        return self.lookups.nbytes + sum(each.nbytes for each in compared)
+        checks = (self._verification, self._tracked.unpublished)
+        compared = [*self._tracked.id_maps, *(each for each in checks if each)]
+        return self._waiting_bytes + sum(each.nbytes for each in compared)
+
+    # -- lookups
+
+    def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
+        """Mark the rows of a lookup when its backward runs. TorchRec calls this after each lookup."""
+        # Some pipelines run backward a step later than the lookup. Marking now, or in
+        # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has no
+        # backward and therefore marks nothing.
+        if output.requires_grad and kernel in self._places:
+            paused = self._paused.depth > 0
+            if not paused:
+                self._gate.training_here()
+            output.register_hook(partial(self._mark_lookup, features, kernel, paused))  # type: ignore[no-untyped-call]
+
+    def _mark_lookup(
+        self, features: KeyedJaggedTensor, kernel: nn.Module, paused: bool, _gradient: torch.Tensor
+    ) -> None:
+        """Keep the ids of a lookup. Runs in its backward, before the rows change, in a thread of autograd."""
+        with self._gate:
+            self._gate.begin_updates()
+            if paused:  # Still after `begin_updates`: other threads must not read half-changed rows.
+                if self._verification:
+                    self._verification.excuse(self._places[kernel][:, 0].tolist())
+                return
+            started = time.perf_counter()
+            nbytes = features.values().nbytes
+            self._waiting.append((features, kernel))
+            self._waiting_bytes += nbytes
+            self._cost.marking_bytes += nbytes
+            self._cost.marking_seconds += time.perf_counter() - started
+            # The trainer may overwrite ids of an unshared kernel. Without steps and reads, ids would pile up.
+            full = self._waiting_bytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS
+            if full or kernel in self._tracked.alone:
+                self._stamp_waiting()
+
+    def _stamp_waiting(self) -> None:
+        """Stamp the rows of all lookups so far."""
+        with self._gate:
+            self._steps_waited = 0
+            if not self._waiting:
+                return
+            started = time.perf_counter()
+            ids = sum(self._stamps.stamp_lookup(self._places[kernel], its) for its, kernel in self._waiting)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._cost.compaction_bytes += ids * STAMP_BYTES
+            self._cost.compaction_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not mark the lookups of this thread within the block."""
+        self._paused.depth += 1
+        try:
+            yield
+        finally:
+            self._paused.depth -= 1
+
+    # -- steps and reads
 
     def end_step(self) -> None:
-        """Record that an optimizer step is complete. For the training thread.
-
-        Raises:
-            Contradiction: other code has replaced a hook.
-        """
+        """Record that an optimizer step is complete. For the training thread."""
         self._hooks.check()
         self._gate.training_here()
-        self.lookups.end_step()
+        if not self._overlaps or self._steps_waited:  # Ids wait for at most one more step.
+            self._stamp_waiting()
+        self._steps_waited += 1
         self._rewrites.clear()
         self._gate.end_updates()
         self.changes += 1
 
     def settle(self) -> None:
-        """Stamp all rows that have changed so far, with or without a lookup. Call within the gate's `reading`.
+        """Stamp all rows that have changed so far, with or without a lookup. Call within the gate's `reading`."""
+        self._stamp_waiting()
+        with self._cost.timed_reading():
+            flush_caches(self._tables)
+            if self._tracked.unpublished:
+                self._tracked.unpublished.check()
+            follow_replaced(self._tables)
+            self.follow_maps()
+            self._stamps.compare()
+            if self._verification:
+                self._verification.check()
 
-        Raises:
-            Contradiction: with `verify`, rows have changed without a mark.
-            InvalidInput: a tensor outside tables was replaced by one that cannot be published, or a map of ids
-                contradicts itself.
-        """
-        self.lookups.compact_here()
-        flush_caches(self._tables)
-        if self._unpublished:
-            self._unpublished.check()
-        follow_replaced(self._tables)
-        self.follow_maps()
-        self._stamps.compare()
+    def follow_maps(self) -> None:
+        """Read the maps again, and stamp the rows whose raw id has changed. Call within the gate."""
+        for id_map in self._tracked.id_maps:
+            changed = id_map.update()
+            for number in (self._numbers.get(fqn) for fqn in (id_map.of, id_map.tables[0].name)):
+                if number is not None:
+                    self._stamps.stamp(number, changed.to(self._tables[number].device))
+
+    def restore(self) -> None:
+        """Continue after the stamps were restored. Call within the gate."""
+        self._waiting.clear()
+        self._waiting_bytes = 0
         if self._verification:
-            self._verification.check()
+            self._verification.renew()
+
+    # -- explicit marks, see `Tracker`
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table, by global ids.
-
-        Raises:
-            NotFound: there is no such table.
-            InvalidInput: the table has no row of one of the ids.
-        """
+        """Stamp rows of a table, by global ids."""
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
         with self._gate:
@@ -155,35 +216,24 @@ class RowMarking:
             self.changes += 1
 
     def offer_again(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table again, by global ids: deleted rows as deleted, others as changed.
-
-        Raises:
-            NotFound: there is no such table.
-            InvalidInput: the table has no row of one of the ids.
-        """
+        """Stamp rows of a table again, by global ids: deleted rows as deleted, others as changed."""
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
         with self._gate:
-            present = self._stamps.not_deleted(number, local)
-            deleted = self._stamps.deleted_of(number, local)
-            self._stamps.stamp(number, present)
-            if len(deleted):
-                self._stamps.stamp_deleted(number, deleted)
+            deleted = self._stamps.are_deleted(number, local)
+            self._stamps.stamp(number, local[~deleted])
+            if deleted.any():
+                self._stamps.stamp_deleted(number, local[deleted])
             self.changes += len(local) > 0
 
     def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
-        """Reset rows of a table, by global ids, and stamp them as deleted; return their local ids on this rank.
-
-        Raises:
-            NotFound: there is no such table.
-            InvalidInput: the table has no row of one of the ids.
-        """
-        replica = self._replicas.get(table)
+        """Reset rows of a table, by global ids, and stamp them as deleted; return their local ids on this rank."""
+        replica = next((each for each in self._tracked.replicas if each.name == table), None)
         ours = replica or self._tables[self._number(table)]
         check_deletable(ours.table)
         local = ours.local_ids(ids)
         with self._gate:
-            self.lookups.compact_here()  # Stamp earlier lookups before the delete.
+            self._stamp_waiting()  # Stamp earlier lookups before the delete.
             follow_replaced([ours])
             reset_rows(ours, local)
             if not ours.fused:
@@ -195,11 +245,7 @@ class RowMarking:
         return local
 
     def mark_all(self, table: str | None) -> None:
-        """Stamp every row of a table, or of all tables.
-
-        Raises:
-            NotFound: there is no such table.
-        """
+        """Stamp every row of a table, or of all tables."""
         numbers = range(len(self._tables)) if table is None else [self._number(table)]
         with self._gate:
             for number in numbers:
@@ -211,26 +257,9 @@ class RowMarking:
         with self._gate:
             for fqn in tables:
                 self._stamps.stamp_present(self._number(fqn))
-                self._stamps.stamp_refilled(self._number(fqn))
             self.changes += 1
 
-    def follow_maps(self) -> None:
-        """Read the maps again, and stamp the rows whose raw id has changed. Call within the gate.
-
-        Raises:
-            InvalidInput: a map contradicts itself.
-        """
-        for id_map in self._id_maps:
-            changed = id_map.update()
-            for number in (self._numbers.get(fqn) for fqn in (id_map.of, id_map.tables[0].name)):
-                if number is not None:
-                    self._stamps.stamp(number, changed.to(self._tables[number].device))
-
-    def restore(self) -> None:
-        """Continue after the stamps were restored. Call within the gate."""
-        self.lookups.clear()
-        if self._verification:
-            self._verification.renew()
+    # -- other hooks
 
     def _begin_rewrite(self, tables: Iterable[str]) -> None:
         with self._gate:
@@ -261,3 +290,9 @@ class RowMarking:
         if table not in self._numbers:
             raise NotFound(f"no table {table!r} is tracked on this rank; there are: {', '.join(self._numbers)}")
         return self._numbers[table]
+
+
+class _Paused(threading.local):
+    """The number of `pause` blocks that a thread is in."""
+
+    depth = 0

@@ -21,12 +21,7 @@ from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable, lookup
 
 
 def reset_rows(table: TrackedTable, ids: torch.Tensor) -> None:
-    """Set rows of this rank's share of a table and their fused optimizer states to zero.
-
-    Args:
-        table: the table.
-        ids: local row ids, int64 [n], on the table's device.
-    """
+    """Set rows (local ids, int64 [n]) of a table and their fused optimizer states to zero."""
     for tracked in table.shards:
         tracked.weight.data.index_fill_(0, ids, 0)
         for state in tracked.states:
@@ -58,12 +53,7 @@ class DenseOptimizers:
         return register_optimizer_step_post_hook(self._note).remove
 
     def reset(self, weight: torch.Tensor, ids: torch.Tensor) -> None:
-        """Reset the optimizer states of rows to their initial values.
-
-        Args:
-            weight: the table [rows, dim], in the memory of a parameter.
-            ids: the rows, int64 [n].
-        """
+        """Reset the optimizer states of rows (int64 [n]) of a table to their initial values."""
         for optimizer in list(self._stepped):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 
@@ -18,8 +17,6 @@ from deltasync.trainer.tracking.modules import table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
 
-_ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
-
 
 @dataclass(frozen=True, eq=False)
 class TrackedShard:
@@ -28,9 +25,8 @@ class TrackedShard:
     Attributes:
         shard: its rows and columns.
         weight: its values, [rows, cols].
-        states: states of the fused optimizer, momentum first: each [rows, cols], or [rows, 1] for one value per
-            row. Empty without a fused optimizer or if it has no states.
-        rowwise_adagrad: whether the momentum is that of row-wise Adagrad.
+        states: states of the fused optimizer, each [rows, cols], or [rows, 1] for one value per row. Empty without
+            a fused optimizer or if it has no states.
         cached_in: the kernel whose cache has the newest rows, to flush before a read; None without a cache.
         cache_offset: the number of the shard's first row in the cache.
         source: for a tensor outside sharded modules, its module and attribute, because the model may replace it.
@@ -39,15 +35,9 @@ class TrackedShard:
     shard: Shard
     weight: torch.Tensor
     states: Sequence[torch.Tensor] = ()
-    rowwise_adagrad: bool = False
     cached_in: Any = None
     cache_offset: int = 0
     source: ModuleTensor | None = None
-
-    @property
-    def momentum(self) -> torch.Tensor | None:
-        """The first state of the fused optimizer; None if there is none."""
-        return self.states[0] if self.states else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +95,7 @@ class TrackedTable:
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert global ids to local ids, leaving out rows of other ranks: int64 [m].
-
-        Args:
-            ids: global row ids, [n] of any integer type.
-
-        Raises:
-            InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
-        """
+        """Convert global ids ([n], any integer type) to local ids, leaving out rows of other ranks: int64 [m]."""
         check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
         return local[(local >= 0) & (local < self.rows)]
@@ -123,12 +106,7 @@ _ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
-    """Check that `ids` are global row ids of a table.
-
-    Raises:
-        TypeError: `ids` is not a tensor.
-        InvalidInput: `ids` is not an integer tensor [n], or an id is outside the table.
-    """
+    """Check that `ids` are global row ids of a table."""
     check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
     if ids.dim() != 1 or ids.dtype not in _ID_TYPES:
         raise InvalidInput(
@@ -143,11 +121,7 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
 
 
 def check_deletable(table: TableSpec) -> None:
-    """Check that rows of a table can be deleted.
-
-    Raises:
-        InvalidInput: it is not an embedding table.
-    """
+    """Check that rows of a table can be deleted."""
     if not table.kind.ranked:
         raise InvalidInput(
             f"table {table.name!r} is of kind {table.kind.value!r}: only rows of embeddings can be deleted"
@@ -155,11 +129,7 @@ def check_deletable(table: TableSpec) -> None:
 
 
 def dense_table(tensor: ModuleTensor) -> TrackedTable:
-    """A parameter, buffer or unsharded table as a tracked table.
-
-    Raises:
-        InvalidInput: its type or layout cannot be published.
-    """
+    """A parameter, buffer or unsharded table as a tracked table."""
     states = [_matrix(state) for state in tensor.states]
     shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), states, source=tensor)
     return TrackedTable(tensor.table, [shard], [], fused=False, replicated=True)
@@ -175,11 +145,7 @@ def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
 
 
 def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
-    """The tables of one kernel of a lookup, in the order of the lookup.
-
-    Raises:
-        InvalidInput: its rows cannot be read.
-    """
+    """The tables of one kernel of a lookup, in the order of the lookup."""
     weights = kernel.split_embedding_weights()
     states = _states(kernel, len(weights))
     tables = []
@@ -190,7 +156,7 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
         cache = _cache(kernel, number)
-        tracked = TrackedShard(shard, weight.detach(), states[number], _is_rowwise_adagrad(kernel), *cache)
+        tracked = TrackedShard(shard, weight.detach(), states[number], *cache)
         fused = kernel._config.compute_kernel is not EmbeddingComputeKernel.DENSE
         tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
     return tables
@@ -215,20 +181,12 @@ def _states(kernel: Any, tables: int) -> list[list[torch.Tensor]]:
     return [[_matrix(state.detach()) for state in states] for states in by_table]
 
 
-def _is_rowwise_adagrad(kernel: Any) -> bool:
-    return getattr(kernel.emb_module, "optimizer", None) in _ROWWISE_ADAGRAD
-
-
 def _matrix(state: torch.Tensor) -> torch.Tensor:
     return state if state.dim() > 1 else state.unsqueeze(1)
 
 
 def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
-    """Join the column shards of each table, given as one `TrackedTable` per shard.
-
-    Raises:
-        InvalidInput: the shards have different rows.
-    """
+    """Join the column shards of each table, given as one `TrackedTable` per shard."""
     by_name: dict[str, TrackedTable] = {}
     for table in tables:
         first = by_name.setdefault(table.name, table)
@@ -266,11 +224,7 @@ def _kernels_with_cache(tables: Sequence[TrackedTable]) -> set[Any]:
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:
-    """Switch to the new tensors where the model has replaced a tensor.
-
-    Raises:
-        InvalidInput: a tensor can no longer be read.
-    """
+    """Switch to the new tensors where the model has replaced a tensor."""
     for table in tables:
         for tracked in table.shards:
             if tracked.source:
@@ -278,11 +232,7 @@ def follow_replaced(tables: Sequence[TrackedTable]) -> None:
 
 
 def table_dtype(name: str, dtype: torch.dtype) -> np.dtype[np.generic]:
-    """The type of an embedding table's values.
-
-    Raises:
-        InvalidInput: rows of that type cannot be tracked.
-    """
+    """The type of an embedding table's values."""
     if dtype not in _DTYPES:
         raise InvalidInput(f"table {name!r}: weights of type {dtype}, expected float32 or float16")
     return _DTYPES[dtype]

@@ -79,11 +79,7 @@ class Hooks:
         self._undo.append(undo)
 
     def check(self) -> None:
-        """Check that all hooks are still in place.
-
-        Raises:
-            Contradiction: other code has replaced one.
-        """
+        """Check that all hooks are still in place."""
         for what, owner, attribute, listeners in self._placed.values():
             if getattr(owner, attribute) is not listeners:
                 raise Contradiction(

@@ -56,11 +56,7 @@ class TrackedModel:
 
 
 def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
-    """Find the tables of a model, without those that `options` skip.
-
-    Raises:
-        InvalidInput: rows of a table cannot be tracked, or one of `fqns_to_skip` matches no table.
-    """
+    """Find the tables of a model, without those that `options` skip."""
     modules = dict(sharded_modules(model))
     # `fqns_to_skip` may name dense tensors, so even ranks that do not track these need their names for the check.
     skips = options.fqns_to_skip
@@ -97,16 +93,7 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
 
 
 def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[str] = ()) -> list[TableSpec]:
-    """All tables of a model to publish, in the same order on all ranks.
-
-    Args:
-        model: the model.
-        dense: include parameters and buffers outside embedding tables.
-        fqns_to_skip: tables to leave out (`TrackerOptions.fqns_to_skip`).
-
-    Raises:
-        InvalidInput: a table cannot be published.
-    """
+    """All tables of a model to publish, in the same order on all ranks."""
     tables = []
     for name, module in sharded_modules(model):
         for fqn, config in _configs(name, module, fqns_to_skip):

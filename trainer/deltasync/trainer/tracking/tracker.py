@@ -6,33 +6,37 @@ for ...:
     tracker.step()
 delta = tracker.get_delta("publisher")
 ...  # send delta.rows
-tracker.acknowledge(delta.token)
+tracker.acknowledge(delta)
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
+from deltasync.base.errors import Contradiction, NotFound
+from deltasync.core.rows import RowBatch
 from deltasync.kernels import digests, tracking
 from deltasync.kernels.compiled import warm
 from deltasync.trainer.distributed.ranks import ranks_of
 from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.cursors import Cursors
-from deltasync.trainer.tracking.delta import Delta, Token, check_ranked
-from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.cursors import ConsumerCursor
+from deltasync.trainer.tracking.delta import Delta, Gathered, batch_on_host, gather
+from deltasync.trainer.tracking.gpu import DueCount, due_ids, to_host
+from deltasync.trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_marking import RowMarking
-from deltasync.trainer.tracking.shards import flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
+from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
+from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
+
+# If a compared table is larger, a read waits for an exact count, because the upper bound would be all its rows.
+_MOST_COMPARED_BYTES = 64 << 20
 
 
 class Tracker:
@@ -60,8 +64,8 @@ class Tracker:
             ranks: the ranks that share the model; None = all ranks with a part or a copy of it.
 
         Raises:
-            InvalidInput: the model has tables whose rows cannot be tracked, or not in this mode, or ranks have
-                different options. All of these ranks raise it.
+            InvalidInput: the model has tables whose rows cannot be tracked, or ranks have different options. All
+                of these ranks raise it.
         """
         self._model = model
         self._options = options or TrackerOptions()
@@ -81,19 +85,13 @@ class Tracker:
 
     def _attach(self, tracked: TrackedModel) -> None:
         self.tables = tracked.tables
-        self._modules = tracked.modules
         self._reshard_watch = ReshardWatch(self._model)
         self._stamps = RowStamps(self.tables)
         self._marking = RowMarking(tracked, self._stamps, self._gate, self.cost, self._options)
-        self._cursors = Cursors(self.tables, self._stamps, self._gate)
-        self._reader = DeltaReader(
-            self.tables,
-            self._stamps,
-            self._gate,
-            self._marking,
-            self._cursors,
-            self.cost,
-            delete_on_read=self._options.delete_on_read,
+        self._cursors = dict[str, ConsumerCursor]()
+        self._counts = dict[str, DueCount]()
+        self._bounded = not any(
+            table.compared and table.table.nbytes > _MOST_COMPARED_BYTES for table in self.tables
         )
         self.attachments += 1
 
@@ -139,10 +137,6 @@ class Tracker:
         self._marking.end_step()
         self.steps += 1
 
-    def trigger_compaction(self) -> None:
-        """Stamp the marked rows now. Reads and steps do this too, and so do output dists with `auto_compact`."""
-        self._marking.lookups.compact()
-
     def mark(self, table: str, ids: torch.Tensor) -> None:
         """Mark rows that were changed outside training, for example by a reset or an import.
 
@@ -176,7 +170,11 @@ class Tracker:
             NotFound: this rank has no rows of such a table.
             InvalidInput: the table has no row of one of the ids, or is not an embedding table.
         """
-        self._cursors.forget(table, self._marking.delete(table, ids))
+        local = self._marking.delete(table, ids)
+        shards = [tracked.shard for each in self.tables if each.name == table for tracked in each.shards]
+        for cursor in list(self._cursors.values()):
+            with cursor.lock:
+                cursor.forget(shards, local)
 
     def mark_all(self, table: str | None = None) -> None:
         """Mark every row of a table, or of all tables, after a load for example.
@@ -191,14 +189,14 @@ class Tracker:
 
         If such a lookup has a backward, reads in other threads wait for the next `step()`, as after any backward.
         """
-        return self._marking.lookups.pause()
+        return self._marking.pause()
 
     # -- consumers
 
     @property
     def consumers(self) -> list[str]:
         """The names of the consumers."""
-        return [cursor.name for cursor in self._cursors]
+        return list(self._cursors)
 
     def add_consumer(
         self, name: str, mode: TrackingMode | None = None, timeout_seconds: float | None = None
@@ -212,13 +210,14 @@ class Tracker:
 
         Raises:
             Contradiction: there is a consumer of that name.
-            InvalidInput: a table does not have what the mode reads.
             DeltasyncError: the step did not end in time.
         """
         with self._gate.reading(timeout_seconds):
-            self._cursors.check_new(name)  # Before anything changes.
+            if name in self._cursors:  # Check before anything changes.
+                raise Contradiction(f"there is a consumer {name!r} already: remove it first, or use another name")
             self._marking.settle()
-            self._cursors.add(name, mode or self._options.mode)
+            cursor = ConsumerCursor.at(self._tick(), name, mode or self._options.mode, self.tables)
+            self._cursors[name] = cursor
 
     def remove_consumer(self, name: str) -> None:
         """Stop tracking changes for a consumer.
@@ -226,20 +225,26 @@ class Tracker:
         Raises:
             NotFound: there is no such consumer.
         """
-        self._cursors.remove(name)
+        with self._gate:
+            del self._cursors[self._cursor(name).name]
 
     def resync(self, consumer: str | None = None, cursor: int = NOTHING) -> None:
-        """Offer every row to a consumer, as if it had none. Tokens of earlier reads expire.
+        """Offer every row to a consumer, as if it had none. Earlier deltas can no longer be acknowledged.
 
         Args:
             consumer: its name.
-            cursor: the cursor of an earlier token: offer only changes since then, if the tracker still knows them.
+            cursor: the cursor of an earlier delta: offer only changes since then, if the tracker still knows them.
 
         Raises:
             NotFound: there is no such consumer.
             InvalidInput: the consumer has first values, which only exist for its current cursor.
         """
-        self._cursors.resync(consumer, cursor)
+        with self._gate:
+            ours = self._cursor(consumer)
+            with ours.lock:
+                # A cursor that is not below the clock is from before the clock was restarted.
+                usable = NOTHING < cursor < self._stamps.clock
+                self._cursors[ours.name] = ours.moved_back(cursor) if usable else ours.emptied()
 
     def offers_all(self, consumer: str | None = None) -> bool:
         """Whether the next read of a consumer returns every row.
@@ -247,25 +252,20 @@ class Tracker:
         Raises:
             NotFound: there is no such consumer.
         """
-        return self._cursors[consumer].cursor == NOTHING
+        return self._cursor(consumer).cursor == NOTHING
 
-    def clear(self, consumer: str | None = None) -> None:
-        """Drop the changes so far, for one consumer or for all.
-
-        Raises:
-            NotFound: there is no such consumer.
-        """
-        for name in self.consumers if consumer is None else [consumer]:
-            self.acknowledge(self._read(name, values=False).token)
-
-    def acknowledge(self, token: Token) -> bool:
-        """Acknowledge that the rows of a read have arrived, from any thread: moves the consumer's cursor.
+    def acknowledge(self, delta: Delta) -> bool:
+        """Acknowledge that the rows of a delta have arrived, from any thread: moves the consumer's cursor.
 
         Returns:
             Whether the cursor moved. It does not move if it is already further, or if the consumer has since been
             removed, resynced or loaded from a checkpoint.
         """
-        return self._cursors.acknowledge(token)
+        cursor = self._cursors.get(delta.consumer)
+        if cursor is None:
+            return False
+        with cursor.lock:
+            return delta.registration is cursor and cursor.advance(delta.cursor, delta.rows)
 
     # -- reading: safe from any thread
 
@@ -290,65 +290,44 @@ class Tracker:
         Raises:
             NotFound: there is no such consumer.
         """
-        self._reader.count_ahead(self._cursors[consumer])
+        cursor = self._cursor(consumer)
+        with self._gate.reading(None), self.cost.timed_reading():
+            stamps = [self._stamps.of(number) for number in range(len(self.tables))]
+            counts = [to_host((each > cursor.cursor).sum().view(1)) for each in stamps]
+            arrival = self._gate.arrival()
+        self._counts[cursor.name] = DueCount(cursor.cursor, counts, self._stamps.written.tolist(), arrival)
 
     def begin_delta(self, consumer: str | None = None) -> Delta:
         """Start a `get_delta` in the training thread without waiting for the rows; `Delta.result` waits.
 
         The delta has the current rows: GPU work that the thread launches later runs after the read. After a
-        `count_ahead` one step before, this waits at most for the GPU to finish that earlier step. Otherwise (see
-        `DeltaReader.begin`) and on a CPU, the delta has arrived when this returns.
+        `count_ahead` one step before, this waits at most for the GPU to finish that earlier step. The delta has
+        arrived when this returns on a CPU, without a count, for a consumer without rows or with first values, and
+        if large tables are compared.
 
         Raises:
             NotFound: there is no such consumer.
         """
-        return self._reader.hand_out(self._reader.begin(self._cursors[consumer]))
+        cursor = self._cursor(consumer)
+        count = self._counts.pop(cursor.name, None)
+        if (
+            count is None
+            or not NOTHING < count.cursor <= cursor.cursor
+            or cursor.first_values
+            or not self._bounded
+        ):
+            return self._read(cursor.name)
+        return self._read(cursor.name, count=count)
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
-        """Like `get_delta`, without values."""
-        return self._read(consumer, timeout_seconds, values=False)
-
-    def top_k(
-        self,
-        consumer: str | None = None,
-        k: float = 1,
-        timeout_seconds: float | None = None,
-        *,
-        per_table: bool = False,
-    ) -> Delta:
-        """Read the rows of this rank that have changed most, by L2 norm (`DeltaRows.norms`).
-
-        The other rows stay due after `acknowledge`, and their change keeps adding up.
-
-        Args:
-            consumer: its name; None = "default", or the only consumer.
-            k: number of rows, or if below 1 the share of changed rows, rounded up.
-            timeout_seconds: how long a thread other than the training thread waits for the end of a step.
-            per_table: apply `k` to each table instead of to all tables together.
-
-        Raises:
-            InvalidInput: the consumer's mode does not show by how much rows have changed, or `k` is neither a
-                number of rows nor a share.
-            NotFound: there is no such consumer.
-            DeltasyncError: the step did not end in time.
-        """
-        check_ranked(self._cursors[consumer].mode, k)
-        return self._read(consumer, timeout_seconds, k=k, per_table=per_table)
-
-    # -- the model
-
-    def get_tracked_modules(self) -> dict[str, ShardedEmbeddingModule]:
-        """The sharded modules by FQN."""
-        return dict(self._modules)
-
-    def fqn_to_feature_names(self) -> dict[str, list[str]]:
-        """The features that are looked up in each table of this rank."""
-        return {table.name: list(table.features) for table in self.tables if table.features}
+        """Like `get_delta`, without values, except for a consumer with first values."""
+        return self._read(consumer, timeout_seconds, ids_only=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory: stamps, waiting marks, copies for comparisons, and first values."""
-        return self._stamps.nbytes + self._marking.nbytes + self._cursors.nbytes
+        cursors = list(self._cursors.values())
+        return self._stamps.nbytes + self._marking.nbytes + sum(cursor.nbytes for cursor in cursors)
 
     def close(self) -> None:
         """Detach from the model."""
@@ -360,7 +339,7 @@ class Tracker:
         """This rank's state for a checkpoint: tensors and plain values."""
         with self._gate.reading(None):
             self._marking.settle()
-            state = tracker_state.save(self.tables, self._stamps, list(self._cursors))
+            state = tracker_state.save(self.tables, self._stamps, list(self._cursors.values()))
         return state | {"steps": self.steps}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -375,8 +354,7 @@ class Tracker:
                 neither differs, this rank's own state is enough.
 
         Raises:
-            InvalidInput: on some rank, these are not states of a tracker, have a newer format, or a table lacks
-                what a consumer's mode reads.
+            InvalidInput: on some rank, these are not states of a tracker, or they have a newer format.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         with begun_together("Tracker.load_state_dict", ranks=self._ranks), self._gate.reading(None):
@@ -386,13 +364,98 @@ class Tracker:
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
         self._marking.follow_maps()  # The maps came with the weights, so read them before restoring the stamps.
-        self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
+        restored = tracker_state.load(self.tables, self._stamps, states)
+        for name, cursor in self._cursors.items():
+            if name not in restored:
+                restored[name] = ConsumerCursor.at(self._stamps.clock, name, cursor.mode, self.tables)
+        self._cursors = restored
+        self._tick()
         self._marking.restore()
         self.steps = max(int(one["steps"]) for one in states)
 
-    def _read(self, consumer: str | None, timeout_seconds: float | None = None, **what: Any) -> Delta:
-        while True:
-            reader = self._reader
-            delta = reader.read(self._cursors[consumer], timeout_seconds, **what)
-            if reader is self._reader:  # Otherwise the model was resharded while this thread waited for the step.
-                return reader.hand_out(delta)
+    # -- inside
+
+    def _cursor(self, consumer: str | None) -> ConsumerCursor:
+        """The cursor of a consumer; None means "default", or the only consumer."""
+        if consumer is None and len(self._cursors) == 1:
+            return next(iter(self._cursors.values()))
+        name = DEFAULT_CONSUMER if consumer is None else consumer
+        if name not in self._cursors:
+            raise NotFound(f"no consumer {name!r}; there are: {', '.join(self._cursors)}")
+        return self._cursors[name]
+
+    def _tick(self) -> int:
+        """Return the cursor after all stamps so far, and advance the clock. Call within the gate."""
+        if self._stamps.clock == CLOCK_END:
+            self._stamps.restart_clock()
+            self._cursors = {name: cursor.moved_to(0) for name, cursor in self._cursors.items()}
+        return self._stamps.tick()
+
+    def _read(
+        self,
+        consumer: str | None,
+        timeout_seconds: float | None = None,
+        *,
+        ids_only: bool = False,
+        count: DueCount | None = None,
+    ) -> Delta:
+        """Read the rows that are due to a consumer. With a `count`, only launch the read on a GPU."""
+        counts = dict[str, torch.Tensor]()
+        with ExitStack() as stack:
+            with self._gate.reading(timeout_seconds):
+                cursor = self._cursor(consumer)
+                # Not earlier: the training thread may need the cursor to end the step that this thread waits for.
+                stack.enter_context(cursor.lock)
+                self._marking.settle()
+                stack.enter_context(self.cost.timed_reading())
+                bounds = self._bounds(count) if count else None
+                # The next first values are the acknowledged values, so these consumers always get values.
+                values = bool(cursor.first_values) or not (ids_only or cursor.mode is TrackingMode.ID_ONLY)
+                gathered = list[Gathered]()
+                for number, table in enumerate(self.tables):
+                    if bounds is None:
+                        ids = _due(self._stamps, number, table, cursor)
+                    else:
+                        stamps = self._stamps.of(number)
+                        ids, counts[table.name] = due_ids(stamps, cursor.cursor, bounds[number])
+                    if len(ids):
+                        gathered += gather(table, ids, cursor.memory, values=values)
+                deletes = self._deletes(cursor)
+                cursor_after = self._tick()
+            if count:
+                # Needed for code that writes to rows before it marks them, and so without passing the gate.
+                self._gate.hold_changes()
+            with self._gate.side_stream(wait=count is None):
+                rows = [batch_on_host(*each) for each in gathered]
+                counts = {fqn: to_host(each) for fqn, each in counts.items()}
+            arrival = self._gate.arrival() if count else None
+            first = {batch.shard: cursor.first_of(batch) for batch in rows if cursor.first_values}
+            cursor.memory.trim()
+        delta = Delta(cursor.name, cursor_after, rows + deletes, first, cursor, counts, arrival)
+        self.cost.add_reading(nbytes=delta.nbytes)
+        return delta
+
+    def _bounds(self, count: DueCount) -> list[int]:
+        """Upper bounds of the numbers of due rows, by table."""
+        return count.bounds([table.rows for table in self.tables], self._stamps.written.tolist())
+
+    def _deletes(self, cursor: ConsumerCursor) -> list[RowBatch]:
+        """The deleted rows that are due, by shard."""
+        deletes = list[RowBatch]()
+        for number, table in enumerate(self.tables):
+            ids = self._stamps.deleted_later(number, cursor.cursor)
+            if len(ids):
+                global_ids = ids.cpu().numpy() + table.row_offset
+                deletes += [RowBatch.deletes(tracked.shard, global_ids) for tracked in table.shards]
+        return deletes
+
+
+def _due(stamps: RowStamps, number: int, table: TrackedTable, cursor: ConsumerCursor) -> torch.Tensor:
+    """Local ids, ascending, of the changed rows that are due to a consumer."""
+    ids = stamps.later(number, cursor.cursor)
+    if not table.table.of or cursor.cursor != NOTHING:
+        return ids
+    # A new consumer needs no free rows of a map, which are zero by default.
+    in_use = table.shards[0].weight.any(dim=1)  # Does not copy the rows.
+    in_use[-1] = True  # A table without any rows would count as unpublished.
+    return ids[in_use[ids]]

@@ -5,18 +5,18 @@ all ranks. The clocks of ranks differ, so it shifts stamps as if all clocks had 
 checkpoint was saved. If ranks disagree, the tracker offers more rows rather than fewer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deltasync.base.errors import InvalidInput
-from deltasync.core.tables import TableKind
+from deltasync.core.tables import Shard, TableKind
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.tracking.cursors import ConsumerCursor
 from deltasync.trainer.tracking.options import TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
-from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
+from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 
 _Saved = Mapping[str, Any]
 _KEYS = {"format", "clock", "tables", "consumers", "steps"}
@@ -32,8 +32,12 @@ def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[Co
         "format": _FORMAT,
         "clock": stamps.clock,
         "tables": {
-            table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": kept.cpu().clone()}
-            for table, kept in zip(tables, stamps.stamps, strict=True)
+            table.name: {
+                "row_offset": table.row_offset,
+                "columns": table.columns,
+                "stamps": stamps.of(number).cpu().clone(),
+            }
+            for number, table in enumerate(tables)
         },
         "consumers": {cursor.name: _save_cursor(cursor, tables, stamps) for cursor in cursors},
     }
@@ -61,18 +65,13 @@ def published(
             table.name: {"row_offset": table.row_offset, "columns": table.columns, "stamps": stamps[table.name]}
             for table in tables
         },
-        "consumers": {consumer: {"mode": mode, "cursor": PUBLISHED, "carried": {}, "first": {}}},
+        "consumers": {consumer: {"mode": mode, "cursor": PUBLISHED, "first": {}}},
         "steps": steps,
     }
 
 
 def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]) -> dict[str, ConsumerCursor]:
-    """Set the stamps of `tables` from the states of all saving ranks; returns the saved cursors by consumer.
-
-    Raises:
-        InvalidInput: these are not states of a tracker, have a newer format, or a table lacks what a consumer's
-            mode reads. Nothing has changed then.
-    """
+    """Set the stamps of `tables` from the states of all saving ranks; returns the saved cursors by consumer."""
     _check_states(states)
     try:
         return _load(tables, stamps, states)
@@ -99,8 +98,8 @@ def _load(
     names = dict.fromkeys(name for one in states for name in one["consumers"])
     cursors = {name: _load_cursor(name, tables, states, clock) for name in names}
     for cursor in cursors.values():
-        for table, its in zip(tables, saved_stamps, strict=True) if cursor.first_values else ():
-            forget(cursor.first_values[table.name], its == _NOT_SAVED)
+        for table, its in zip(tables, saved_stamps, strict=True):
+            cursor.forget([tracked.shard for tracked in table.shards], its == _NOT_SAVED)
     # Rows that are in no state count as changed now.
     stamps.restore(clock, [its.masked_fill(its == _NOT_SAVED, clock) for its in saved_stamps])
     return cursors
@@ -110,15 +109,11 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
     first = {}
     with cursor.lock:
         for number, table in enumerate(tables if cursor.first_values else ()):
-            deleted = stamps.deleted_later(number, cursor.cursor)
-            ids = torch.cat([cursor.due(table, stamps, number), deleted]).cpu()
-            first[table.name] = {"ids": ids + table.row_offset, "values": cursor.first_rows(table, ids)}
-        return {
-            "mode": cursor.mode.value,
-            "cursor": cursor.cursor,
-            "carried": dict(cursor.carried),
-            "first": first,
-        }
+            changed, deleted = (read(number, cursor.cursor) for read in (stamps.later, stamps.deleted_later))
+            ids = torch.cat([changed.cpu(), deleted.cpu()])
+            values = [cursor.first_values[tracked.shard][ids] for tracked in table.shards]
+            first[table.name] = {"ids": ids + table.row_offset, "values": torch.cat(values, dim=1)}
+        return {"mode": cursor.mode.value, "cursor": cursor.cursor, "first": first}
 
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
@@ -173,63 +168,27 @@ def _load_cursor(
     positions = [int(its["cursor"]) + clock - int(one["clock"]) for one, its in saved if its["cursor"] != NOTHING]
     position = min(positions) if len(positions) == len(saved) else NOTHING
     cursor = ConsumerCursor.at(position, name, TrackingMode(saved[0][1]["mode"]), tables)
-    for table in tables:
-        carried = [its["carried"][table.name] for _, its in saved if table.name in its["carried"]]
-        if carried:
-            ids = torch.unique(torch.cat(carried))
-            cursor.carried[table.name] = ids[_is_local(table, ids)]
+    for table in tables if cursor.first_values else ():
         for one, its in saved:
-            if cursor.first_values and table.name in its["first"]:
-                columns, rows = one["tables"][table.name]["columns"], its["first"][table.name]
-                _restore_first(table, cursor.first_values[table.name], columns, rows["ids"], rows["values"])
+            if rows := its["first"].get(table.name):
+                _restore_first(table, cursor.first_values, one["tables"][table.name]["columns"], **rows)
     return cursor
 
 
 def _restore_first(
     table: TrackedTable,
-    first_values: torch.Tensor,
-    columns: list[tuple[int, int]],
+    first_values: Mapping[Shard, torch.Tensor],
+    columns: Sequence[tuple[int, int]],
     ids: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    local = _is_local(table, ids)
-    rows, values = ids[local] - table.row_offset, values[local]
-    row_wise = values.shape[1] == len(columns) and first_values.shape[1] == len(table.columns)
-    for ours, theirs in _shared_columns(table.columns, columns, row_wise):
-        if theirs is None:
-            forget(first_values[:, ours], rows)
-        else:
-            first_values[rows, ours] = values[:, theirs]
-
-
-def _shared_columns(
-    ours: list[tuple[int, int]], theirs: list[tuple[int, int]], row_wise: bool
-) -> Iterator[tuple[slice, slice | None]]:
-    """The columns that both have, as slices of the values of each.
-
-    A row-wise value belongs to a whole shard, so it only fits a shard with the same columns.
-    """
-    for number, (offset, width, at) in enumerate(_placed(ours)):
-        for other, (their_offset, their_width, their_at) in enumerate(_placed(theirs)):
-            low, high = max(offset, their_offset), min(offset + width, their_offset + their_width)
-            if low >= high:
-                continue
-            if row_wise:
-                same = (offset, width) == (their_offset, their_width)
-                yield slice(number, number + 1), slice(other, other + 1) if same else None
-            else:
-                yield (
-                    slice(at + low - offset, at + high - offset),
-                    slice(their_at + low - their_offset, their_at + high - their_offset),
-                )
-
-
-def _placed(columns: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    at = 0
-    for offset, width in columns:
-        yield offset, width, at
-        at += width
-
-
-def _is_local(table: TrackedTable, ids: torch.Tensor) -> torch.Tensor:
-    return (ids >= table.row_offset) & (ids < table.row_offset + table.rows)
+    """Restore the first values of rows, saved side by side for some `columns`, in the columns of this rank."""
+    local = (ids >= table.row_offset) & (ids < table.row_offset + table.rows)
+    rows = ids[local] - table.row_offset
+    parts = torch.split(values[local], [width for _, width in columns], dim=1)
+    for shard in (tracked.shard for tracked in table.shards):
+        for (offset, width), part in zip(columns, parts, strict=True):
+            low, high = max(shard.col_offset, offset), min(shard.col_offset + shard.cols, offset + width)
+            if low < high:
+                ours = slice(low - shard.col_offset, high - shard.col_offset)
+                first_values[shard][rows, ours] = part[:, low - offset : high - offset]

@@ -55,11 +55,7 @@ class UpdateGate:
 
     @contextmanager
     def reading(self, timeout_seconds: float | None) -> Iterator[None]:
-        """Within the block, no row changes. Threads other than the training thread first wait for the step's end.
-
-        Raises:
-            DeltasyncError: the step did not end in time.
-        """
+        """Within the block, no row changes. Threads that do not train first wait for the step to end."""
         with self._settled:
             training = threading.get_ident() == self._training_thread
             if not training and not self._settled.wait_for(lambda: not self.updating, timeout_seconds):
@@ -81,11 +77,7 @@ class UpdateGate:
 
     @contextmanager
     def side_stream(self, *, wait: bool = True) -> Iterator[None]:
-        """Launch the block's copies to the host on the stream of reads.
-
-        Args:
-            wait: whether to wait for the copies at the end; otherwise use `arrival`.
-        """
+        """Launch the block's copies to the host on the stream of reads; with `wait`, wait for them at the end."""
         if not self._streams:
             yield
             return

@@ -138,16 +138,7 @@ REFUSED_FLAGS = {
 
 
 def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
-    """Check that rows of a table can be tracked. All ranks check all tables, so that they fail together.
-
-    Args:
-        fqn: the table's FQN.
-        config: its `BaseEmbeddingConfig`.
-        compute_kernel: its kernel in the sharding plan.
-
-    Raises:
-        InvalidInput: its rows cannot be tracked.
-    """
+    """Check that rows of a table can be tracked. All ranks check all tables, so that they fail together."""
     advice = "or leave the table out (fqns_to_skip)"
     for flag, effect in REFUSED_FLAGS.items():
         if getattr(config, flag, False):
@@ -163,13 +154,7 @@ def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
 
 
 def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> UpdateRule:
-    """The rule for a fused kernel.
-
-    Args:
-        optimizer: its `EmbOptimType`.
-        weight_decay: its `WeightDecayMode`.
-        rounds_in_cache: whether its cache has another type than its tables and rounds stochastically.
-    """
+    """The rule for a fused kernel."""
     decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is unknown"))
     if rounds_in_cache:
         return ROUNDING_CACHE
@@ -188,11 +173,7 @@ def rule_of(kernel: Any) -> UpdateRule:
 
 
 def check_tracked(name: str, kernel: Any) -> None:
-    """Check that the rows of a kernel of module `name` can be tracked.
-
-    Raises:
-        InvalidInput: its rows cannot be tracked.
-    """
+    """Check that the rows of a kernel of module `name` can be tracked."""
     rule = rule_of(kernel)
     if rule.marking is Marking.REFUSED:
         tables = ", ".join(repr(config.name) for config in kernel._config.embedding_tables)

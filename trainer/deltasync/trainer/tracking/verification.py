@@ -38,11 +38,7 @@ class Verification:
         self._excused.update(tables)
 
     def check(self) -> None:
-        """Compare all rows with the copies, and mark rows that have changed without a mark.
-
-        Raises:
-            Contradiction: there are such rows; the message names them.
-        """
+        """Compare all rows with the copies, and mark rows that have changed without a mark."""
         if self._stamps.clock <= self._cursor:  # The clock has restarted.
             self._cursor = 0
         unseen = {number: self._unseen(number) for number in self._copies}
@@ -70,7 +66,7 @@ class Verification:
         """Local ids of a table's rows that differ from the copies without a later stamp: int64 [n]."""
         shards = zip(self._tables[number].shards, self._copies[number], strict=True)
         differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
-        return torch.nonzero(differing & (self._stamps.stamps[number].abs() <= self._cursor)).squeeze(1)
+        return torch.nonzero(differing & (self._stamps.of(number).abs() <= self._cursor)).squeeze(1)
 
 
 def _what_changed(table: TrackedTable, ids: torch.Tensor) -> str:

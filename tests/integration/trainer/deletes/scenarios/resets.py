@@ -67,14 +67,14 @@ def rows_and_momentum_of_evicted_slots_are_reset() -> None:
         tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
         _fill(model)
         tracker.step()
-        tracker.clear()
+        tracker.acknowledge(tracker.get_delta())
         (kernel,) = kernels_of(model)
         weights, momentum = kernel.split_embedding_weights()[0], kernel.split_optimizer_states()[0][0]
         assert momentum.count_nonzero() >= ROWS // 2 - 1
         before = weights.clone()
         _evict(model)
         tracker.step()
-        evicted = tracker.get_delta().ids[fqn] - tracker.tables[0].row_offset
+        evicted = torch.from_numpy(tracker.get_delta().ids[fqn]) - tracker.tables[0].row_offset
         assert len(evicted)
         assert torch.equal(weights[evicted], torch.full_like(weights[evicted], FIRST_VALUE))
         assert not momentum[evicted].any()
@@ -183,9 +183,8 @@ def a_lookup_whose_backward_is_still_to_come_brings_its_rows_back() -> None:
         changed = set() if name == "dense" else {2}  # Its optimizer has not stepped.
         for table in tracker.tables:
             held, delta = set(range(table.row_offset, table.row_offset + table.rows)), tracker.get_delta()
-            rows, deletes = delta.rows.get(table.name), delta.deletes.get(table.name)
-            assert set(rows.ids.tolist() if rows else []) == changed & held
-            assert set(deletes.ids.tolist() if deletes else []) == ({1, 2, 9} - changed) & held
+            assert set(delta.ids.get(table.name, ())) == changed & held
+            assert set(delta.deletes.get(table.name, ())) == ({1, 2, 9} - changed) & held
 
 
 def _train_ahead(model: torch.nn.Module, tracker: Tracker) -> None:

@@ -290,7 +290,7 @@ def rows_of_a_read_within_a_step_are_reported_again_after_it() -> None:
     before = weights(of.model)
     pipeline.progress(source)
     within = tracker.get_delta()
-    tracker.acknowledge(within.token)
+    tracker.acknowledge(within)
     pipeline.progress(source)
     tracker.step()
     tables = {name: ids for name, ids in changed(of.model, before).items() if name not in DENSE}

@@ -163,8 +163,8 @@ def deleted_rows_stay_deleted_unless_a_load_fills_them() -> None:
     of.load_state_dict(state)
     delta = replica.tracker.get_delta(NAME)
     first = 8 * dist.get_rank()
-    assert {first + 1} <= set(delta.rows[name].ids.tolist())
-    assert first + 2 not in delta.rows[name].ids.tolist()
+    assert {first + 1} <= set(delta.ids[name].tolist())
+    assert first + 2 not in delta.ids[name].tolist()
     replica.catch_up()
     assert not replica.stale
 

@@ -8,6 +8,7 @@ from tests.integration.trainer.rewrites.replica import NAME, Replica
 from tests.integration.trainer.rewrites.resharded import by_columns, on_rank, reshard
 from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, sharded, train
+from tests.support.deltas import first_of
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
 
@@ -67,7 +68,7 @@ def what_was_due_before_is_due_afterwards() -> None:
     replica.tracker.step()
     move(model)
     replica.tracker.step()
-    assert not replica.tracker.acknowledge(delta.token)
+    assert not replica.tracker.acknowledge(delta)
     assert replica.catch_up()[f"{OTHERS}.other"] == {2, 3}
     assert not replica.stale
 
@@ -75,7 +76,7 @@ def what_was_due_before_is_due_afterwards() -> None:
 @SCENARIOS.scenario("resharding", ranks=2)
 def a_model_may_be_resharded_again_and_again() -> None:
     model = model_of_two_collections()
-    replica = Replica(model, auto_compact=True, dense=True)
+    replica = Replica(model, dense=True)
     for step in range(6):
         reshard(model, "bags", whole=on_rank(1 - step % 2))
         train(model, f=[step], g=[step])
@@ -97,18 +98,14 @@ def first_values_of_rows_that_stay_are_kept() -> None:
     move(model)
     train(model, f=[3], g=[4])
     replica.tracker.step()
-    rows = replica.tracker.get_delta("firsts").rows
+    delta = replica.tracker.get_delta("firsts")
     for name in f"{MOVED}.rows", f"{MOVED}.stays":
         if name in before:
-            first = rows[name].first
-            assert first is not None
-            assert torch.equal(first, before[name])
+            assert torch.equal(first_of(delta, name), before[name])
     whole = f"{MOVED}.whole"
-    assert (whole in rows) == (dist.get_rank() == 1)
-    if whole in rows:
-        first = rows[whole].first
-        assert first is not None
-        assert first.isnan().all(), "this rank has not had them"
+    assert (whole in delta.ids) == (dist.get_rank() == 1)
+    if whole in delta.ids:
+        assert first_of(delta, whole).isnan().all(), "this rank has not had them"
 
 
 @SCENARIOS.scenario("resharding", ranks=2)

@@ -32,7 +32,7 @@ def an_id_that_is_no_row_stands_for_the_one_that_is_trained_instead() -> None:
 @scenario(row=0)
 def a_batch_may_be_filled_anew_after_its_step() -> None:
     model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions(auto_compact=True))
+    tracker = Tracker(model, TrackerOptions())
     values = torch.empty(2, dtype=torch.int64)
     for step in range(4):
         values[:] = torch.tensor([step, step + 4])

@@ -21,7 +21,7 @@ def without_a_name_the_only_consumer_is_meant() -> None:
     train(model, t0=[2])
     tracker.step()
     delta = tracker.get_delta()
-    assert delta.token.consumer == "publisher"
+    assert delta.consumer == "publisher"
     assert ids_of(delta) == ids_of(tracker.get_delta("publisher")) == {T0: [2]}
 
 
@@ -34,20 +34,16 @@ def an_unknown_consumer_is_an_error_that_names_the_others() -> None:
     for read in (tracker.get_delta, tracker.get_delta_ids, tracker.resync):
         with pytest.raises(NotFound, match=r"no consumer 'default'; there are: a, b"):
             read()
-    with pytest.raises(NotFound, match=r"no consumer 'c'; there are: a, b"):
-        tracker.clear("c")
 
 
 @scenario(row=7)
-def clear_is_for_the_consumer_named() -> None:
+def an_acknowledgement_is_for_one_consumer() -> None:
     model = sharded({"bags": bags("t0")})
     tracker = Tracker(model, TrackerOptions(consumers=["a", "b", "c"], mode=TrackingMode.EMBEDDING))
     train(model, t0=[1])
     tracker.step()
-    tracker.clear("a")
+    tracker.acknowledge(tracker.get_delta("a"))
     assert [ids_of(tracker.get_delta(name)) for name in "abc"] == [{}, {T0: [1]}, {T0: [1]}]
-    tracker.clear()
-    assert not any(tracker.get_delta(name).rows for name in "abc")
 
 
 @scenario(row=8)
@@ -61,9 +57,9 @@ def what_was_read_is_offered_until_it_is_acknowledged() -> None:
     tracker.step()
     delta = tracker.get_delta()
     assert ids_of(delta) == {T0: [1, 2, 3]}
-    assert tracker.acknowledge(delta.token)
-    assert not tracker.acknowledge(lost.token)  # Too late: the position has been further.
-    assert not tracker.acknowledge(delta.token)
+    assert tracker.acknowledge(delta)
+    assert not tracker.acknowledge(lost)  # Too late: the position has been further.
+    assert not tracker.acknowledge(delta)
     assert not tracker.get_delta().rows
 
 
@@ -79,22 +75,21 @@ def consumers_come_and_go_while_training_goes_on() -> None:
     assert ids_of(tracker.get_delta("late")) == {T0: [2]}
     assert ids_of(tracker.get_delta("default")) == {T0: [1, 2]}
 
-    token = tracker.get_delta("late").token
+    delta = tracker.get_delta("late")
     tracker.remove_consumer("late")
     assert tracker.consumers == ["default"]
-    assert not tracker.acknowledge(token)
+    assert not tracker.acknowledge(delta)
     tracker.add_consumer("late")
     train(model, t0=[3])
     tracker.step()
-    assert not tracker.acknowledge(token)  # It belongs to the one before.
+    assert not tracker.acknowledge(delta)  # It belongs to the one before.
     assert ids_of(tracker.get_delta("late")) == {T0: [3]}
 
 
 @scenario(row=10)
 def a_consumer_who_never_reads_costs_nothing() -> None:
-    for auto_compact in (False, True):
-        for mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING):
-            _train_for_long(TrackerOptions(consumers=["fast", "never"], mode=mode, auto_compact=auto_compact))
+    for mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING):
+        _train_for_long(TrackerOptions(consumers=["fast", "never"], mode=mode))
 
 
 def _train_for_long(options: TrackerOptions) -> None:
@@ -106,12 +101,12 @@ def _train_for_long(options: TrackerOptions) -> None:
         train(model, t0=batch)
         tracker.step()
         if number % 10 == 0:
-            tracker.acknowledge(tracker.get_delta("fast").token)
+            tracker.acknowledge(tracker.get_delta("fast"))
         held.append(tracker.nbytes)
         if number in (20, 200):
             alive.append(_bytes_of_tensors())
     assert held[19] == held[199]
-    assert max(held) <= held[19] + 200 * torch.int64.itemsize  # With `auto_compact`, the ids of one batch wait.
+    assert max(held) <= held[19]
     assert alive[0] == alive[1]  # What the tracker says, checked by what the process holds.
     assert ids_of(tracker.get_delta("never")) == {T0: sorted({one for batch in ids for one in batch})}
 
