@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.trainer.example.features import DENSE_FEATURES, Features, Featurizer, hash_to
+from deltasync.trainer.example.features import Features, Featurizer, hash_to
 from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
-from deltasync.trainer.example.stream import RatingEvents
+from deltasync.trainer.example.stream import EVENT, Events
 
 ROOMY = ModelOptions(users=100, items=100, cross_buckets=1000)
 TIGHT = ModelOptions(users=3, items=2, cross_buckets=5)
@@ -20,16 +20,9 @@ MONDAY = 1_704_067_200  # 2024-01-01 00:00 UTC
 Row = tuple[int, int, int, int]
 
 
-def events(rows: Sequence[Row]) -> RatingEvents:
+def events(rows: Sequence[Row]) -> Events:
     """Events of (user, item, timestamp, label) rows."""
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
-    return RatingEvents(
-        index=np.arange(len(rows), dtype=np.int64),
-        user=table[:, 0],
-        item=table[:, 1],
-        timestamp=table[:, 2],
-        label=table[:, 3].astype(np.float32),
-    )
+    return np.array([(index, *row) for index, row in enumerate(rows)], EVENT)
 
 
 def flat(parts: Sequence[Features]) -> dict[str, np.ndarray]:
@@ -63,7 +56,7 @@ def test_features_do_not_depend_on_cuts(stream: list[Row], cuts: list[float], op
 
 
 @given(stream=streams)
-def test_own_label_is_not_in_the_features(stream: list[Row]) -> None:
+def test_features_do_not_contain_the_own_label(stream: list[Row]) -> None:
     *rest, (user, item, timestamp, label) = stream
     one = flat([Featurizer(TIGHT).features(events(stream))])
     other = flat([Featurizer(TIGHT).features(events([*rest, (user, item, timestamp, 1 - label)]))])
@@ -138,18 +131,7 @@ def test_time_of_day_is_a_point_on_the_circle() -> None:
     assert features.dense[:, 3].tolist() == pytest.approx([1, 0, -1], abs=1e-6)
 
 
-def test_types_and_shapes() -> None:
-    features = Featurizer(ROOMY).features(events([(1, 2, 3, 1), (1, 3, 4, 0)]))
-    assert len(features) == 2
-    assert features.dense.dtype == np.float32
-    assert features.dense.shape == (2, len(DENSE_FEATURES))
-    assert list(features.ids) == ["user", "item", "cross", "hour"]
-    assert {ids.dtype for ids in features.ids.values()} == {np.dtype(np.int64)}
-    assert features.history.dtype == np.int64
-    assert features.history_lengths.dtype == np.int32
-
-
-def test_raw_ids_of_users_and_items_are_spread_and_the_same_wherever_they_occur() -> None:
+def test_raw_ids_are_spread_and_the_same_in_every_feature() -> None:
     stream = events([(user, user % 30, MONDAY, 1) for user in range(60)] * 2)
     found = Featurizer(replace(ROOMY, managed=True)).features(stream)
     rows = Featurizer(ROOMY).features(stream)
@@ -165,7 +147,7 @@ def test_raw_ids_of_users_and_items_are_spread_and_the_same_wherever_they_occur(
         np.testing.assert_array_equal(found.ids[key], rows.ids[key])
 
 
-def test_hashes_are_fixed_in_range_and_ordered() -> None:
+def test_hash_is_splitmix64() -> None:
     """The first outputs of SplitMix64 with these seeds, as it was published."""
     gamma, seed = 0x9E3779B97F4A7C15, 1234567
     states = np.array([(seed + gamma * n) % 2**64 for n in range(3)], np.uint64).astype(np.int64)
