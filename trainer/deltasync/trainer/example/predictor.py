@@ -106,8 +106,6 @@ def create_app(replica: Replica, ids: Mapping[str, int]) -> FastAPI:
     app, registry = FastAPI(title="predictor", strict_content_type=False), CollectorRegistry()
     version = Gauge("predictor_version", "The model version that is served.", registry=registry)
     version.set_function(replica.version)
-    is_ready = Gauge("predictor_ready", "1 while /ready answers 200.", registry=registry)
-    is_ready.set_function(lambda: replica.readiness().yes)
 
     @app.exception_handler(DeltasyncError)
     def refuse(_request: Request, error: DeltasyncError) -> JSONResponse:

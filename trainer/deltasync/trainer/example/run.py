@@ -25,11 +25,7 @@ _POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
 
 @dataclass(frozen=True)
 class Fleet:
-    """A consumer and its replicas, whose names are unique among all fleets.
-
-    Attributes:
-        arguments: further arguments of the replicas.
-    """
+    """A consumer and its replicas, with further arguments of these. Names are unique among all fleets."""
 
     consumer: str
     replicas: tuple[str, ...]
@@ -56,14 +52,7 @@ class DemoOptions:
 
 
 class DemoRun:
-    """One run of the processes.
-
-    Attributes:
-        steps: the number of steps of the whole stream.
-        watched: the processes that must not fail.
-        service: the service, once it was started.
-        admin: the operator's connection to it.
-    """
+    """One run of the processes, with the operator's connection, and names of processes that must not fail."""
 
     service: DemoService
     admin: Admin
