@@ -81,20 +81,14 @@ def test_replicas_of_a_policy_get_the_encoded_rows() -> None:
 def test_canary_objects_to_flipped_labels_and_the_model_is_rolled_back() -> None:
     output = run("--events", "30000", "--events-per-second", "1000", "--poison-at", "0.5")
     assert re.search("^consumer canary objects .*: the AUC of the last 2,048 events is", output, re.MULTILINE)
-    versions = re.search(
-        r"^rollback +to version (\d+), whose rows are the newest version (\d+)", output, re.MULTILINE
-    )
+    versions = re.search(r"^rollback +to version (\d+), whose rows are .* version (\d+)$", output, re.MULTILINE)
     assert versions
     assert 1 <= int(versions[1]) < int(versions[2])
-    assert f"refused: the model was rolled back to version {versions[1]}: restart the trainer of run" in output
-    canary, follower = ([float(each) for each in re.findall(r"0\.\d{4}", line)] for line in _table(output))
-    before, during, after = canary
+    assert re.search(f"^trainer +refused: .*was rolled back to version {versions[1]}: ", output, re.MULTILINE)
+    canary, follower = (re.findall(r"0\.\d{4}", line) for line in re.findall("^│.*", output, re.MULTILINE))
+    before, during, after = map(float, canary)
     assert before > 0.65 > during
-    assert follower[1] > during < after
-
-
-def _table(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("│")]
+    assert float(follower[1]) > during < after
 
 
 @pytest.mark.parametrize(

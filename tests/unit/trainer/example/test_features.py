@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.trainer.example.features import Features, Featurizer, hash_to
-from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
+from deltasync.trainer.example.options import RAW_IDS, ModelOptions
 from deltasync.trainer.example.stream import EVENT, Events
 
 ROOMY = ModelOptions(users=100, items=100, cross_buckets=1000)
 TIGHT = ModelOptions(users=3, items=2, cross_buckets=5)
-MONDAY = 1_704_067_200  # 2024-01-01 00:00 UTC
 
 Row = tuple[int, int, int, int]
 
@@ -81,12 +80,6 @@ def test_counts_and_history_match_a_plain_count(stream: list[Row]) -> None:
         liked[user] += [item_rows[item]] * label
 
 
-def test_rows_are_given_in_order_of_first_appearance() -> None:
-    features = Featurizer(ROOMY).features(events([(9, 50, 0, 0), (4, 60, 0, 0), (9, 60, 0, 0), (5, 50, 0, 0)]))
-    assert features.ids["user"].tolist() == [0, 1, 0, 2]
-    assert features.ids["item"].tolist() == [0, 1, 1, 0]
-
-
 def test_a_full_table_hashes_further_ids_and_keeps_the_old_ones() -> None:
     featurizer = Featurizer(ModelOptions(users=8, items=8, cross_buckets=10))
     many = events([(user, 0, 0, 0) for user in range(1000)])
@@ -96,43 +89,8 @@ def test_a_full_table_hashes_further_ids_and_keeps_the_old_ones() -> None:
     assert np.bincount(first[8:], minlength=8).min() > 80
 
 
-def test_ids_sharing_a_row_share_its_counts() -> None:
-    featurizer = Featurizer(ModelOptions(users=2, items=9, cross_buckets=9))
-    featurizer.features(events([(1, 1, 0, 1), (2, 2, 0, 1)]))
-    features = featurizer.features(events([(user, 3, 0, 0) for user in range(10, 14)]))
-    rows = features.ids["user"].tolist()
-    assert histories(features) == [[row] for row in rows], "the item that the row's first user liked"
-    assert features.dense[:, 0].tolist() == pytest.approx(
-        [math.log1p(1 + rows[:n].count(row)) for n, row in enumerate(rows)]
-    )
-
-
-def test_cross_depends_on_both_rows_and_spreads_over_the_buckets() -> None:
-    pairs = [(user, item, 0, 0) for user in range(100) for item in range(100)]
-    features = Featurizer(ROOMY).features(events(pairs))
-    cross = features.ids["cross"].reshape(100, 100)
-    assert np.bincount(cross.ravel(), minlength=1000).max() < 40
-    assert (cross != cross.T).mean() > 0.95
-
-
-@pytest.mark.parametrize(
-    ("timestamp", "hour"),
-    [(MONDAY, 0), (MONDAY - 1, 167), (MONDAY + 3599, 0), (MONDAY + 3600, 1), (MONDAY + 86_400, 24), (0, 72)],
-)
-def test_hour_of_week_begins_on_monday(timestamp: int, hour: int) -> None:
-    features = Featurizer(ROOMY).features(events([(1, 1, timestamp, 0)]))
-    assert features.ids["hour"].tolist() == [hour]
-    assert hour < HOURS_OF_WEEK
-
-
-def test_time_of_day_is_a_point_on_the_circle() -> None:
-    features = Featurizer(ROOMY).features(events([(1, 1, MONDAY + 3600 * hour, 0) for hour in (0, 6, 12)]))
-    assert features.dense[:, 2].tolist() == pytest.approx([0, 1, 0], abs=1e-6)
-    assert features.dense[:, 3].tolist() == pytest.approx([1, 0, -1], abs=1e-6)
-
-
 def test_raw_ids_are_spread_and_the_same_in_every_feature() -> None:
-    stream = events([(user, user % 30, MONDAY, 1) for user in range(60)] * 2)
+    stream = events([(user, user % 30, 0, 1) for user in range(60)] * 2)
     found = Featurizer(replace(ROOMY, managed=True)).features(stream)
     rows = Featurizer(ROOMY).features(stream)
     for key, number in {"user": 60, "item": 30}.items():

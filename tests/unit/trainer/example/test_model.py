@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from deltasync.trainer.example.features import SPARSE_FEATURES, Features, Featurizer
 from deltasync.trainer.example.model import ClickBatch, click_batch
@@ -39,14 +38,6 @@ def test_rank_gets_every_world_size_th_event(features: Features, rank: int, worl
     for key in SPARSE_FEATURES:
         expected = rows_of(features, key)
         assert lists(batch, key) == [expected[row] for row in mine], key
-
-
-def test_batch_has_the_types_that_torchrec_expects(features: Features) -> None:
-    batch = click_batch(features)
-    assert batch.dense.dtype == batch.label.dtype == torch.float32
-    assert batch.index.dtype == batch.sparse.values().dtype == torch.int64
-    assert batch.sparse.lengths().dtype == torch.int32
-    assert (batch.dense.shape, batch.sparse.stride()) == ((11, 4), 11)
 
 
 def test_batch_shares_no_memory_with_the_features(features: Features) -> None:

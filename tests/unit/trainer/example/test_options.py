@@ -39,16 +39,6 @@ def test_arguments_pass_the_same_options_to_another_process(managed: bool, tmp_p
     assert parsed(arguments(stream, sizes)) == [stream, sizes]
 
 
-def test_only_some_fields_may_have_a_flag() -> None:
-    @click.command()
-    @flags(StreamOptions, "stream", ("events",))
-    def command(stream: StreamOptions) -> None:
-        assert stream == StreamOptions(events=5)
-
-    assert CliRunner().invoke(command, ["--events", "5"], catch_exceptions=False).exit_code == 0
-    assert CliRunner().invoke(command, ["--batch-size", "5"]).exit_code == 2
-
-
 def test_a_wrong_value_is_a_wrong_use() -> None:
     @click.command()
     @flags(ModelOptions, "sizes")
@@ -58,13 +48,6 @@ def test_a_wrong_value_is_a_wrong_use() -> None:
     refused = CliRunner().invoke(command, ["--dim", "5"])
     assert refused.exit_code == 2
     assert "dim: 5, expected an even number" in refused.output
-
-
-@pytest.mark.parametrize(("field", "value"), [("users", 1), ("dim", 0), ("hidden", 1), ("dim", 5)])
-def test_a_wrong_size_names_the_field(field: str, value: int) -> None:
-    options: dict[str, Any] = {field: value}
-    with pytest.raises(InvalidInput, match=f"{field}: {value}"):
-        ModelOptions(**options)
 
 
 def test_batch_divides_evenly_among_ranks() -> None:

@@ -1,34 +1,20 @@
-"""The predictor's HTTP application, with a model of its own or over the memory of a mirror."""
+"""The predictor's HTTP application."""
 
 import asyncio
 import json
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 
 from deltasync.base.decision import Decision
-from deltasync.client import (
-    Position,
-    Release,
-    RowBatch,
-    ServiceFailed,
-    SharedReader,
-    SharedTarget,
-    TableKind,
-    TableSpec,
-)
-from deltasync.client.shared import layout
+from deltasync.client import ServiceFailed
 from deltasync.client.targets.target import Reading
-from deltasync.core.tables import matrix_shape
 from deltasync.trainer.example.model import ClickBatch, ClickModel, outputs
 from deltasync.trainer.example.options import RAW_IDS, ModelOptions
-from deltasync.trainer.example.predictor import PredictionRequest, Replica, batch_of, create_app, mirrored_model
+from deltasync.trainer.example.predictor import PredictionRequest, Replica, batch_of, create_app
 
 OPTIONS = ModelOptions(users=40, items=30, cross_buckets=10, dim=4, hidden=4)
 EVENT = {"dense": [0.0, 0.5, 1.0, -1.0], "user": 1, "item": 2, "cross": 3, "hour": 4, "history": [2]}
@@ -127,50 +113,3 @@ def test_raw_ids_are_accepted_with_managed_collision() -> None:
     event = EVENT | {"user": RAW_IDS - 1, "item": 5, "history": [6, 7]}
     batch = batch_of(PredictionRequest.model_validate({"events": [event]}), ids)
     assert batch.sparse.values().tolist() == [RAW_IDS - 1, 5, 3, 4, 6, 7]
-
-
-@pytest.fixture
-def mirror() -> Iterator[tuple[SharedTarget, SharedReader]]:
-    with tempfile.TemporaryDirectory(dir=layout.DIRECTORY) as folder:
-        target = SharedTarget("m", "predictors", directory=folder)
-        yield target, SharedReader("m", directory=folder)
-        target.close()
-
-
-def apply_all(target: SharedTarget, model: ClickModel, number: int) -> None:
-    """Release all parameters of a model."""
-    rows = list[RowBatch]()
-    for name, each in model.named_parameters():
-        kind = TableKind.EMBEDDING if "embedding_bags" in name else TableKind.PARAMETER
-        count, dim = matrix_shape(each.shape)
-        table = TableSpec(name.removesuffix(".weight") if kind.ranked else name, count, dim, kind=kind)
-        rows.append(RowBatch.of_table(table, np.arange(count), each.detach().numpy().reshape(count, dim).copy()))
-    position, tables = Position("h", number, number), [each.table for each in rows]
-    target.apply(
-        Release(
-            position=position,
-            step=number,
-            step_end_unix_ns=number,
-            resync=number == 1,
-            tables=tables,
-            rows=rows,
-            version=number,
-            model="clicks",
-        )
-    )
-    target.note_readiness(YES)
-
-
-def test_worker_answers_from_each_version_of_the_mirror(
-    mirror: tuple[SharedTarget, SharedReader], model: ClickModel
-) -> None:
-    target, reader = mirror
-    http = Client(mirrored_model(reader, OPTIONS))
-    assert http.get("/ready").status_code == 503
-    for number in (1, 2, 3):
-        with torch.no_grad():
-            for each in model.parameters():
-                each.normal_()
-        apply_all(target, model, number)
-        answer = http.post(REQUEST).json()
-        assert (answer["version"], answer["scores"]) == (number, expected_scores(model))

@@ -80,11 +80,6 @@ def test_one_flipped_bit_of_one_replica_is_reported(folder: Path, bit: int) -> N
     assert printed(report).endswith("rows equal:   NO: {'b': {'t': 1}}\n")
 
 
-def test_missing_and_extra_tables_are_reported(folder: Path) -> None:
-    write_replica(folder, "a", {"other": WEIGHT})
-    assert build_report(folder, REPLICAS, OPTIONS).unequal == {"a": {"t": 4, "other": 4}}
-
-
 def test_replica_that_scored_other_events_is_an_error(folder: Path) -> None:
     scores: Tables = {"index": np.arange(7), "logit": LABEL[:7], "frozen": LABEL[:7], "label": LABEL[:7]}
     write_arrays(folder, "scores-a", scores)

@@ -13,7 +13,6 @@ from deltasync.trainer.example.processes import DemoFailed
 from deltasync.trainer.example.results import (
     as_released,
     auc,
-    load_arrays,
     trainer_tables,
     unequal_rows,
     write_arrays,
@@ -62,11 +61,6 @@ def test_only_embedding_tables_are_encoded() -> None:
     assert released["map"].tolist() == [[2**60]]
     assert unequal_rows(released, {"t": rows, "map": released["map"]}) == {"t": 4}
     np.testing.assert_allclose(released["t"], rows, atol=0.01)
-
-
-def test_arrays_survive_a_file(tmp_path: Path) -> None:
-    write_arrays(tmp_path, "a.b", {"sparse.user": np.arange(3)})
-    assert load_arrays(tmp_path, "a.b")["sparse.user"].tolist() == [0, 1, 2]
 
 
 SCORED = st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=2, max_size=40).filter(

@@ -3,8 +3,6 @@
 import gzip
 import itertools
 import os
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.example.results import auc
-from deltasync.trainer.example.stream import EVENT, Events, batches, count_events, play, read_ratings, synthetic
+from deltasync.trainer.example.stream import Events, batches, count_events, play, read_ratings, synthetic
 
 ROOT = Path(__file__).parents[4]
 EXCERPT = ROOT / "tests/fixtures/movietweetings/ratings.dat"
@@ -70,33 +68,11 @@ def test_late_reader_gets_every_event_with_its_time(tmp_path: Path) -> None:
     assert [arrival for _, arrival in play(stream, SMALL, past=1)] == [999.75, 1000.75, 1001.25]
 
 
-def test_batch_comes_once_its_last_event_has_arrived() -> None:
-    stream = StreamOptions(events=4, events_per_second=100.0, batch_size=4)
-    [(_, arrival)] = play(stream, SMALL)
-    assert time.time() >= arrival
-
-
-def test_events_are_in_range_and_in_time_order() -> None:
-    events = first(1000, SMALL)
-    assert events.dtype == EVENT
-    assert (np.diff(events["timestamp"]) == 30).all()
-    assert 0 <= events["user"].min() <= events["user"].max() < SMALL.users
-    assert 0 <= events["item"].min() <= events["item"].max() < SMALL.items
-    assert set(np.unique(events["label"])) == {0.0, 1.0}
-
-
 def test_synthetic_stream_is_the_same_each_time() -> None:
     one, other = first(10_000, SMALL), first(10_000, SMALL)
     np.testing.assert_array_equal(one, other)
     blocks = list(itertools.islice(synthetic(50, 40), 2))
     assert not np.array_equal(blocks[0]["user"], blocks[1]["user"])
-
-
-def test_popularity_moves_over_the_items() -> None:
-    events = first(500_000, replace(DEFAULT, items=1000))
-    early, late = events["item"][:10_000], events["item"][-10_000:]
-    top = np.bincount(early, minlength=1000).argsort()[-20:]
-    assert np.isin(early, top).mean() > 5 * np.isin(late, top).mean()
 
 
 def test_stale_model_is_clearly_worse_than_a_fresh_one() -> None:
