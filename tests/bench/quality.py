@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.client import Policy, ValueType
-from deltasync.trainer.example.demo import CURRENT, DemoOptions, Fleet, checked, play
+from deltasync.trainer.example.demo import checked, play
 from deltasync.trainer.example.options import StreamOptions
 from deltasync.trainer.example.report import quality
+from deltasync.trainer.example.results import trainer_facts
+from deltasync.trainer.example.run import CURRENT, DemoOptions, Fleet
 
 TITLES = {
     "full-fp32": "full fp32",
@@ -80,18 +82,16 @@ def _measure(
     options = checked(DemoOptions(stream=stream, ranks=1, publish_every=publish_every))
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
         play(options, FLEETS, Path(folder), console, until=CURRENT)
-        return _figures(Path(folder), (options.stream.events or 0) // 2)
+        return _figures(Path(folder), options.events // 2)
 
 
 def _figures(folder: Path, first: int) -> dict[str, Any]:
     """What is found of a stream, evaluated from event `first` on."""
-    facts = json.loads((folder / "trainer-0.json").read_text())
+    (facts,) = trainer_facts(folder, 1)
     full_push = facts["versions"] * sum(
         rows * dim * np.dtype(dtype).itemsize for _, rows, dim, dtype in facts["tables"]
     )
-    scored = {
-        fleet.consumer: quality(folder, 1, fleet.replicas[0], FLEETS[-1].replicas[0], first) for fleet in FLEETS
-    }
+    scored = {fleet.consumer: quality(folder, 1, fleet.replicas[0], first) for fleet in FLEETS}
     lines = [
         _line(fleet, scored[fleet.consumer]["auc"]["synced"], _sent(folder, fleet), full_push) for fleet in FLEETS
     ]
@@ -110,8 +110,8 @@ def _figures(folder: Path, first: int) -> dict[str, Any]:
 
 def _sent(folder: Path, fleet: Fleet) -> int:
     """Bytes that a replica was sent after the first release, which is the whole model."""
-    received: list[int] = json.loads((folder / f"{fleet.replicas[0]}.json").read_text())["received_bytes"]
-    return sum(received[1:])
+    receipts = json.loads((folder / f"{fleet.replicas[0]}.json").read_text())
+    return sum(int(size) for _, _, size in receipts[1:])
 
 
 def _line(fleet: Fleet, auc: float, sent: int, full_push: int) -> dict[str, Any]:

@@ -7,6 +7,8 @@ crosses two streams on its way, and is encrypted and decrypted on both.
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,12 @@ from tests.bench.publish import (
 )
 
 from deltasync.base.process import keep_freed_memory
-from deltasync.client import Admin, Policy, TableSpec
-from deltasync.trainer.example.processes import ADMIN, DemoService, ProcessCredentials
+from deltasync.cli.certs import write_certificates
+from deltasync.client import Endpoint, TableSpec
+from deltasync.trainer.example.processes import DemoService
 
-_MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"
+_MODEL = "bench"
+_ROLES = {"trainer": f"publish:{_MODEL}", "replica": f"subscribe:{_MODEL}"}
 
 
 def run(console: Console) -> dict[str, Any]:
@@ -46,16 +50,36 @@ def run(console: Console) -> dict[str, Any]:
 def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[int], Turn]]:
     """A service with a trainer and a replica: what carries all rows from one to the other, in a numbered round."""
     with Children() as children:
-        roles = {_TRAINER: f"publish:{_MODEL}", _REPLICA: f"subscribe:{_MODEL}"}
-        credentials = ProcessCredentials(children.processes.folder, roles, secure=secure)
-        service = DemoService(children.processes, credentials.service_arguments)
-        credentials.write(service)
-        Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
-        replica = children.peer("replica", str(credentials.file(_REPLICA)))
+        folder = children.processes.folder
+        access = _certificates(folder) if secure else []
+        service = children.service("--consumer", f"{_MODEL}={_MODEL}", *access)
+        trainer, follower = (_endpoint(folder, service, name, secure=secure) for name in _ROLES)
+        replica = children.peer("replica", str(follower))
         replica.read()
-        with publisher(credentials.endpoint(_TRAINER), [table_of(values)]) as source:
+        with publisher(Endpoint.from_file(trainer), [table_of(values)]) as source:
             publish_rows(source, values, step=1, cuts=1)
             yield timed([service.pid], lambda n: publish_to_applied(source, replica.ask, values, n))
+
+
+def _certificates(folder: Path) -> list[str]:
+    """Certificates with a role each; arguments of a service that asks for them."""
+    write_certificates(folder / "certificates", ["127.0.0.1"], list(_ROLES), datetime.now(UTC) + timedelta(days=1))
+    roles = "".join(f'[certificates."{name}"]\nroles = ["{role}"]\n' for name, role in _ROLES.items())
+    (folder / "roles.toml").write_text(roles)
+    files = {"tls-cert": "service.pem", "tls-key": "service-key.pem", "tls-client-ca": "ca.pem"}
+    tls = [f"--{flag}={folder / 'certificates' / file}" for flag, file in files.items()]
+    return [*tls, f"--roles={folder / 'roles.toml'}"]
+
+
+def _endpoint(folder: Path, service: DemoService, name: str, *, secure: bool) -> Path:
+    """The endpoint file of a process."""
+    settings = {"address": service.grpc}
+    if secure:
+        settings |= {"ca": "certificates/ca.pem"}
+        settings |= {"cert": f"certificates/{name}.pem", "key": f"certificates/{name}-key.pem"}
+    file = folder / f"endpoint-{name}.toml"
+    file.write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
+    return file
 
 
 def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:

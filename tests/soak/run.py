@@ -25,7 +25,7 @@ from tests.support.object_storage import PROGRAM as WEED
 
 from deltasync.checkpoints.kept_version import KEPT
 from deltasync.log.data_directory import CHECKPOINTS
-from deltasync.trainer.example.compare import Tables
+from deltasync.trainer.example.results import Tables
 
 _READY_SECONDS, _END_SECONDS, _SYNC_SECONDS = 300.0, 300.0, 300.0
 _POLL_SECONDS = 0.2

@@ -4,6 +4,7 @@ python -m tests.soak.torchrec_rank --service localhost:50051 --rank 0 --ranks 1 
 """
 
 import os
+from collections import deque
 from pathlib import Path
 
 import click
@@ -21,10 +22,10 @@ from deltasync.trainer.checkpoints import TrainerCheckpoints
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
-from deltasync.trainer.example.compare import write_shards
 from deltasync.trainer.example.model import ClickModel
-from deltasync.trainer.example.options import StreamOptions, TrainingOptions
-from deltasync.trainer.example.train import micro_batches
+from deltasync.trainer.example.options import StreamOptions
+from deltasync.trainer.example.results import write_shards
+from deltasync.trainer.example.train import rank_batches
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
@@ -33,10 +34,11 @@ _CHECKPOINT_EVERY = 20
 
 
 def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: TrainerCheckpoints, stop: Path) -> None:
-    batches = (batch for batch, _ in micro_batches(_STREAM, CLICK_MODEL, TrainingOptions(), sync.tracker.steps))
+    event_times = deque[int]()
+    batches = rank_batches(_STREAM, CLICK_MODEL, sync.tracker.steps, event_times)
     while on_any_rank([stop.exists()], "the next step") == [False]:
         pipeline.progress(batches)
-        sync.step()
+        sync.step(event_times.popleft())
         checkpoints.step()
     checkpoints.finish()
 
@@ -53,7 +55,7 @@ def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
     torch.manual_seed(0)
     click_model = ClickModel(CLICK_MODEL, torch.device("meta"))
     model, optimizer = shard(click_model, click_tables(), OptimizerOptions(), device)
-    pipeline = OnlinePipeline(model, optimizer, device, TrainingOptions().pipeline)
+    pipeline = OnlinePipeline(model, optimizer, device)
     sync = DeltaSync(model, SyncOptions(service=service, model=CLICKS, publish_every=1))
     checkpoints = TrainerCheckpoints(folder / CLICKS, _CHECKPOINT_EVERY, model, optimizer, sync)
     checkpoints.load()
@@ -61,7 +63,7 @@ def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
         sync.flush()
         _train(pipeline, sync, checkpoints, stop_file(folder, CLICKS))
     pipeline.detach()
-    write_shards(folder, dist.get_rank(), sync, {})
+    write_shards(folder, dist.get_rank(), sync)
 
 
 @click.command(context_settings=CONTEXT)

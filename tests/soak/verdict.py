@@ -16,7 +16,7 @@ from tests.soak.training import Training, spec_of
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.table_form import Mode
-from deltasync.trainer.example.compare import Tables, as_released, trainer_tables, unequal_rows
+from deltasync.trainer.example.results import Tables, as_released, trainer_tables, unequal_rows
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Predictors as workers over a mirror: the overlay for Kubernetes, and the second file for compose."""
 
-import re
 import subprocess
 import tomllib
 from collections.abc import Callable
@@ -9,15 +8,16 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import uvicorn
 import yaml
-from click.testing import CliRunner
 from tests.support.deployments import compose_file
 
 from deltasync.cli.mirror import mirror
-from deltasync.trainer.example import workers
+from deltasync.trainer.example.predictor import DRAIN_SECONDS, over_mirror
 
 Doc = dict[str, Any]
-MODULE = ["python", "-m", "deltasync.trainer.example.workers"]
+APPLICATION = f"{over_mirror.__module__}:{over_mirror.__name__}"
+WORKERS = ["python", "-m", "uvicorn", "--factory", APPLICATION]
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +41,21 @@ def shared(deploy: Path) -> Doc:
     return compose_file(deploy / "compose.shared.yaml")
 
 
-def assert_used(mirror_words: list[str], worker_words: list[str]) -> None:
-    """They name one mirror, and options that there are."""
-    assert mirror_words[0] == "mirror"
-    assert mirror_words[1] == worker_words[0]
-    for command, words in ((mirror, mirror_words[2:]), (workers.main, worker_words[1:])):
-        known = set(re.findall(r"--[a-z][a-z-]*", CliRunner().invoke(command, ["--help"]).output))
+def assert_used(mirror_words: list[str], worker_words: list[str], name: str) -> None:
+    """They name one mirror, and options that exist."""
+    assert mirror_words[:2] == ["mirror", name]
+    for command, words in ((mirror, mirror_words[2:]), (uvicorn.main, worker_words)):
+        known = {option for parameter in command.params for option in parameter.opts}
         assert {word.split("=")[0] for word in words} <= known
+    assert f"--timeout-graceful-shutdown={DRAIN_SECONDS}" in worker_words
 
 
 def test_a_pod_has_one_mirror_in_whose_memory_its_workers_read(pod: Doc) -> None:
     (side,), (predictor,) = pod["initContainers"], pod["containers"]
     assert side["restartPolicy"] == "Always", "it runs beside the predictor"
-    assert predictor["command"] == MODULE
-    assert_used(side["args"], predictor["args"])
+    assert predictor["command"] == WORKERS
+    variables = {each["name"]: each.get("value") for each in predictor["env"]}
+    assert_used(side["args"], predictor["args"], variables["MIRROR"])
     (memory,) = [each["name"] for each in pod["volumes"] if each.get("emptyDir", {}).get("medium") == "Memory"]
     for each in (side, predictor):
         assert {"name": memory, "mountPath": "/dev/shm"} in each["volumeMounts"]  # noqa: S108
@@ -65,8 +66,9 @@ def test_a_pod_has_one_mirror_in_whose_memory_its_workers_read(pod: Doc) -> None
 def test_compose_mounts_one_memory_in_the_mirror_and_the_workers(shared: Doc) -> None:
     services = shared["services"]
     for name in ("predictor-1", "predictor-2"):
-        assert services[name]["entrypoint"] == MODULE
-        assert_used(services["mirror"]["command"], services[name]["command"])
+        assert services[name]["entrypoint"] == WORKERS
+        mirrored = services[name]["environment"]["MIRROR"]
+        assert_used(services["mirror"]["command"], services[name]["command"], mirrored)
         assert "shared:/dev/shm" in services[name]["volumes"]
     assert "shared:/dev/shm" in services["mirror"]["volumes"]
     assert shared["volumes"]["shared"]["driver_opts"]["type"] == "tmpfs"

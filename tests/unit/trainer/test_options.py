@@ -12,7 +12,7 @@ from tests.support.documents import document
 
 from deltasync.base.errors import InvalidInput
 from deltasync.client import Part, Position
-from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
+from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.pipelines import PipelineOptions
 from deltasync.trainer.sync import SyncOptions
 from deltasync.trainer.sync_options import SyncStats
@@ -22,7 +22,6 @@ from deltasync.trainer.tracking import TrackerOptions, TrackingMode
 COUNTS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
     (PipelineOptions, "grad_accum", {}),
     (SyncOptions, "publish_every", {"service": "localhost:1", "model": "clicks"}),
-    (TrainingOptions, "grad_accum", {}),
     *((ModelOptions, name, {}) for name in ("users", "items", "cross_buckets", "dim", "hidden")),
     (StreamOptions, "batch_size", {}),
 ]

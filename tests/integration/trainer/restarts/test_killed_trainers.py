@@ -9,7 +9,7 @@ from tests.support.ranks import run_ranks
 
 from deltasync.client import NumpyTarget
 from deltasync.trainer.checkpoints import checkpoints_in
-from deltasync.trainer.example.compare import trainer_tables, unequal_rows
+from deltasync.trainer.example.results import trainer_tables, unequal_rows
 
 SIZES = ["--users", "6000", "--items", "4000", "--cross-buckets", "3000", "--dim", "8", "--batch-size", "32"]
 KILLED = str(Path(__file__).with_name("killed_train.py"))

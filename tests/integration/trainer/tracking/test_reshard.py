@@ -8,7 +8,7 @@ from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
 from deltasync.client import NumpyTarget
-from deltasync.trainer.example.compare import Tables, trainer_tables, unequal_rows
+from deltasync.trainer.example.results import Tables, trainer_tables, unequal_rows
 
 BATCH = 32
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", str(BATCH)]

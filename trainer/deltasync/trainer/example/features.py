@@ -1,4 +1,4 @@
-"""Computes the features of each event, only from earlier events."""
+"""3. Computes the features of each event, only from earlier events."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
-from deltasync.trainer.example.stream import RatingEvents
+from deltasync.trainer.example.stream import Events
 
 SPARSE_FEATURES = ("user", "item", "cross", "hour", "history")
 """All except `history` have one id per event."""
@@ -53,14 +53,14 @@ class Featurizer:
         self._user_events, self._item_events = defaultdict[int, int](int), defaultdict[int, int](int)
         self._liked: dict[int, tuple[int, ...]] = {}
 
-    def features(self, events: RatingEvents) -> Features:
+    def features(self, events: Events) -> Features:
         """The features of the next events of the stream."""
-        user = self._rows_of(self._user_rows, events.user, self._model.users)
-        item = self._rows_of(self._item_rows, events.item, self._model.items)
-        user_id = hash_to(RAW_IDS, events.user) if self._model.managed else user
-        item_id = hash_to(RAW_IDS, events.item) if self._model.managed else item
+        user = self._rows_of(self._user_rows, events["user"], self._model.users)
+        item = self._rows_of(self._item_rows, events["item"], self._model.items)
+        user_id = hash_to(RAW_IDS, events["user"]) if self._model.managed else user
+        item_id = hash_to(RAW_IDS, events["item"]) if self._model.managed else item
         counts, history, lengths = np.empty((len(events), 2)), list[int](), list[int]()
-        lines = zip(user.tolist(), item.tolist(), item_id.tolist(), events.label.tolist(), strict=True)
+        lines = zip(user.tolist(), item.tolist(), item_id.tolist(), events["label"].tolist(), strict=True)
         for number, (user_row, item_row, named, label) in enumerate(lines):
             counts[number] = self._user_events[user_row], self._item_events[item_row]
             past = self._liked.get(user_row, ())
@@ -71,12 +71,12 @@ class Featurizer:
             self._item_events[item_row] += 1
             if label == 1:
                 self._liked[user_row] = (*past, named)[-_HISTORY:]
-        angle = (events.timestamp % _DAY) * (2 * np.pi / _DAY)
-        hour = (events.timestamp // _HOUR + _MONDAY) % HOURS_OF_WEEK
+        angle = (events["timestamp"] % _DAY) * (2 * np.pi / _DAY)
+        hour = (events["timestamp"] // _HOUR + _MONDAY) % HOURS_OF_WEEK
         cross = hash_to(self._model.cross_buckets, user, item)
         return Features(
-            index=events.index,
-            label=events.label,
+            index=np.ascontiguousarray(events["index"]),
+            label=np.ascontiguousarray(events["label"]),
             dense=np.column_stack([np.log1p(counts), np.sin(angle), np.cos(angle)]).astype(np.float32),
             ids={"user": user_id, "item": item_id, "cross": cross, "hour": hour},
             history=np.array(history, np.int64),

@@ -1,4 +1,4 @@
-"""The example's model, a DLRM click predictor; its batches, and its quantised form."""
+"""4. The model, a DLRM click predictor; its batches, and its quantised form."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import nn
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -18,17 +16,15 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantisedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.tables import matrix_shape
-from deltasync.core.value_types import ValueType, width
+from deltasync.client import ValueType
 from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
 from deltasync.trainer.example.options import MANAGED, RAW_IDS, ModelOptions
 from deltasync.trainer.pipelines.batches import FieldsBatch
 
 Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The loss for backward, and index, logit and label of each event."""
+"""The loss for backward, and index, log odds of a click and label of each event."""
 
 QUANTISED = {ValueType.INT8_TBE: torch.qint8, ValueType.INT4_TBE: torch.quint4x2}
 """How TorchRec quantises the tables of a consumer with this value type."""
@@ -70,16 +66,6 @@ def click_batch(features: Features, rank: int = 0, ranks: int = 1) -> ClickBatch
     return ClickBatch(dense, sparse, label, index)
 
 
-def as_tensordict(batch: ClickBatch) -> TensorDict:
-    """Convert a batch to a TensorDict with nested tensors for sparse features."""
-    sparse = {
-        name: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
-        for name, jagged in batch.sparse.to_dict().items()
-    }
-    rest = {"dense": batch.dense, "label": batch.label, "index": batch.index}
-    return TensorDict({**sparse, **rest}, batch_size=[batch.label.numel()])
-
-
 class ClickModel(nn.Module):
     """Embeddings, a bottom MLP for the dense features, dot products of all pairs, and a top MLP.
 
@@ -99,59 +85,29 @@ class ClickModel(nn.Module):
         self._dim = options.dim
         self._first, self._second = torch.triu_indices(vectors, vectors, offset=1).tolist()
 
-    def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
-        """Log odds of a click, float32 [B], from dense features [B, 4] and sparse features."""
-        rows = self.sparse(sparse).values()
-        pooled = rows if self.managed is None else torch.cat([self.managed(sparse)[0].values(), rows], dim=1)
-        vectors = [pooled.view(-1, len(SPARSE_FEATURES), self._dim), self.bottom(dense).unsqueeze(1)]
+    def forward(self, batch: ClickBatch) -> Output:
+        """Return the loss of a batch, and its logits before training on it."""
+        rows = self.sparse(batch.sparse).values()
+        pooled = rows if self.managed is None else torch.cat([self.managed(batch.sparse)[0].values(), rows], dim=1)
+        vectors = [pooled.view(-1, len(SPARSE_FEATURES), self._dim), self.bottom(batch.dense).unsqueeze(1)]
         crossed = torch.cat(vectors, dim=1)
         dots = torch.bmm(crossed, crossed.transpose(1, 2))[:, self._first, self._second]
         logits: torch.Tensor = self.top(torch.cat([crossed.flatten(1), dots], dim=1)).squeeze(1)
-        return logits
-
-    def forward(self, batch: ClickBatch) -> Output:
-        """Return the loss of a batch, and its logits before training on it."""
-        return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+        return loss, (batch.index, logits.detach().float(), batch.label)
 
 
-class TensorDictClickModel(ClickModel):
-    """The same model for TensorDict batches."""
-
-    def forward(self, batch: TensorDict) -> Output:
-        """Return the loss of a batch, and its logits before training on it."""
-        return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
-
-
-def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
+def outputs(model: nn.Module, batch: ClickBatch) -> torch.Tensor:
     """Log odds of a click for each event of a batch, without gradients."""
     with torch.no_grad():
-        return model.logits(batch.dense, batch.sparse)
+        _, (_, logits, _) = model(batch)
+    return torch.as_tensor(logits)
 
 
 def quantised(model: ClickModel, value_type: ValueType) -> ClickModel:
     """Quantise a model's tables in place for a consumer with this value type; returns the model."""
     quantize_embeddings(model, dtype=QUANTISED[value_type], inplace=True)
     return model
-
-
-def served_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
-    """Copies of a quantised model's parameters by FQN, and of its tables by short name, without padding.
-
-    A table is uint8 [rows, width]: scale and bias of each row, then its codes.
-    """
-    rows = dict[str, NDArray[Any]]()
-    for bags in (each for each in model.modules() if isinstance(each, QuantisedEmbeddingBagCollection)):
-        for tbe in bags._emb_modules:
-            weights = tbe.split_embedding_weights_with_scale_bias(0)
-            for (name, _, dim, kind, _), (table, *_) in zip(tbe.embedding_specs, weights, strict=True):
-                rows[name] = np.ascontiguousarray(table.numpy()[:, : width(dim, kind.bit_rate())])
-    parameters = {name: each.detach().numpy().copy() for name, each in model.named_parameters()}
-    return rows | {name: each.reshape(matrix_shape(each.shape)) for name, each in parameters.items()}
-
-
-def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> Output:
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
-    return loss, (index, logits.detach().float(), label)
 
 
 def _managed_collision(options: ModelOptions, device: Any) -> ManagedCollisionEmbeddingBagCollection:

@@ -1,18 +1,15 @@
-"""Options that the example's processes share, as dataclasses and as command-line flags."""
+"""1. Options that the example's processes share, as dataclasses and as command-line flags."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.checks import check_positive, check_whole
-
-if TYPE_CHECKING:
-    from deltasync.trainer.pipelines import PipelineOptions
 
 HOURS_OF_WEEK = 168
 """Rows of the hour table. Hour 0 begins on Monday at 00:00 UTC."""
@@ -22,8 +19,8 @@ MANAGED = {"user": ["user"], "item": ["item", "history"]}
 """The tables with managed collision, and the features that are looked up in each."""
 
 
-def _flag(default: Any, says: str, kind: Any = None) -> Any:
-    return field(default=default, metadata={"help": says} | ({"type": kind} if kind else {}))
+def _flag(default: Any, text: str, kind: Any = None) -> Any:
+    return field(default=default, metadata={"help": text} | ({"type": kind} if kind else {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +68,6 @@ class StreamOptions:
     events: int | None = _flag(None, "Number of events; all by default.", click.IntRange(1))
     events_per_second: float = _flag(1250.0, "Number of events per second.")
     batch_size: int = _flag(128, "Events per step, over all ranks.")
-    drift: float = _flag(1.0, "How fast the items of synthetic data change, against the default.")
     start_file: Path | None = _flag(
         None, "File to wait for, with the Unix time of the first event.", click.Path(path_type=Path)
     )
@@ -79,34 +75,11 @@ class StreamOptions:
     def __post_init__(self) -> None:
         check_whole("batch_size", self.batch_size, least=2)
         check_positive("events_per_second", self.events_per_second)
-        check_positive("drift", self.drift)
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """How the trainer trains."""
-
-    grad_accum: int = _flag(1, "Micro-batches per batch; the optimizer steps once per batch.")
-    amp: bool = _flag(False, "Run forward in bfloat16.")
-    input: str = _flag("kjt", "Container of the features of a batch.", click.Choice(["kjt", "tensordict"]))
-
-    def __post_init__(self) -> None:
-        check_whole("grad_accum", self.grad_accum)
-
-    @property
-    def pipeline(self) -> "PipelineOptions":
-        """The options of the pipeline."""
-        from deltasync.trainer.pipelines import PipelineOptions  # Imports torch, which --help does not need.
-
-        return PipelineOptions(grad_accum=self.grad_accum, enable_amp=self.amp)
-
-    def check_shares(self, batch_size: int, ranks: int) -> None:
-        """Check that a batch divides evenly among ranks and micro-batches; InvalidInput if it does not."""
-        if batch_size % (multiple := ranks * self.grad_accum):
-            micro = f" with {self.grad_accum} micro-batches each" if self.grad_accum > 1 else ""
-            raise InvalidInput(
-                f"batch_size: {batch_size}, expected a multiple of {multiple}, for {ranks} ranks{micro}"
-            )
+    def check_ranks(self, ranks: int) -> None:
+        """Check that a batch divides evenly among ranks; InvalidInput if it does not."""
+        if self.batch_size % ranks:
+            raise InvalidInput(f"batch_size: {self.batch_size}, expected a multiple of the {ranks} ranks")
 
 
 def flags(kind: type[Any], name: str, only: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -1,22 +1,19 @@
-"""The demo's processes on loopback, including the service, and their credentials for the service."""
+"""8. Processes on loopback that end together; one of them is the service."""
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from deltasync.client import DeltasyncError, Endpoint
+from deltasync.client import DeltasyncError
 
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 60.0, 60.0, 0.02
 _TAIL_LINES = 20
-ADMIN, STATUS = "admin", "status"
 
 
 class DemoFailed(DeltasyncError):
@@ -104,59 +101,3 @@ class DemoService:
             time.sleep(_POLL_SECONDS)
         addresses = json.loads(endpoints.read_text())
         self.grpc, self.http = addresses["grpc"], addresses["http"]
-
-
-class ProcessCredentials:
-    """Endpoint files for all processes, with the credentials of each.
-
-    Without `secure`, only the administrator has a token, and connections are plain text. With `secure`, all
-    connections use mutual TLS: each process has its own certificate with the one role that it needs, and reads of
-    status use a token.
-    """
-
-    def __init__(self, folder: Path, roles: Mapping[str, str], *, secure: bool) -> None:
-        """Write tokens and certificates. `roles` has the roles of each process by name, with spaces between."""
-        self._folder, self._secure = folder, secure
-        self._names = [ADMIN, *roles]
-        token = secrets.token_urlsafe()
-        self._keep(f"{STATUS if secure else ADMIN}-token", token)
-        if not secure:
-            self.service_arguments = ["--admin-token-file", str(folder / f"{ADMIN}-token")]
-            return
-        # Import this late: making certificates needs `deltasync[service]`.
-        from deltasync.access.roles import token_digest
-        from deltasync.cli.certs import write_certificates
-
-        certificates = folder / "certificates"
-        write_certificates(certificates, ["127.0.0.1"], self._names, datetime.now(UTC) + timedelta(days=1))
-        lines = [f'[tokens.{STATUS}]\nsha256 = "{token_digest(token).hex()}"\nroles = ["read"]\n']
-        for name, role in {ADMIN: "admin", **roles}.items():
-            lines.append(f'[certificates."{name}"]\nroles = {json.dumps(role.split())}\n')
-        self._keep("roles.toml", "\n".join(lines))
-        files = {"tls-cert": "service.pem", "tls-key": "service-key.pem", "tls-client-ca": "ca.pem"}
-        tls = [word for flag, file in files.items() for word in (f"--{flag}", str(certificates / file))]
-        self.service_arguments = [*tls, "--roles", str(folder / "roles.toml")]
-
-    def write(self, service: DemoService) -> None:
-        """Write the endpoint files, after the service has started to listen."""
-        for name in (STATUS, *self._names):
-            settings = {"address": service.grpc, "http": service.http}
-            if self._secure:
-                settings["ca"] = "certificates/ca.pem"
-            if name == (STATUS if self._secure else ADMIN):
-                settings["token_file"] = f"{name}-token"
-            elif self._secure:
-                settings |= {"cert": f"certificates/{name}.pem", "key": f"certificates/{name}-key.pem"}
-            self.file(name).write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
-
-    def file(self, name: str) -> Path:
-        """The endpoint file of a process, for `--endpoint`."""
-        return self._folder / f"endpoint-{name}.toml"
-
-    def endpoint(self, name: str) -> Endpoint:
-        """The endpoint of a process as an object."""
-        return Endpoint.from_file(self.file(name))
-
-    def _keep(self, name: str, content: str) -> None:
-        (self._folder / name).touch(0o600)
-        (self._folder / name).write_text(content)
