@@ -362,11 +362,6 @@ class CheckpointStore:
             logger.warning("%s", error)
         return parsed
 
-    def is_sound(self, manifest: Manifest) -> bool:
-        """Whether each file of a checkpoint is in one of the places and not known to be damaged."""
-        whole = [self._whole(place) for place in self._places]
-        return all(any(file in files for files in whole) for file in manifest.files)
-
     def _whole(self, place: Place) -> set[File]:
         return _whole_of(place, place.names(f"{self._model}/{DATA}"))
 

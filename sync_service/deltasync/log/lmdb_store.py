@@ -415,7 +415,7 @@ _UNAVAILABLE = {
     lmdb.ReadersFullError: "too many processes read it: end some of them",
     lmdb.PanicError: "its disk refused a write, and it is being opened again: try again",
 }
-_OTHERWISE = "restart the service; check for damage with deltasync fsck --data-dir"
+_OTHERWISE = "restart the service, which reads the log again"
 _NOTHING_LOST = "no acknowledged write is lost"
 
 

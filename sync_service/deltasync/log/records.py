@@ -251,31 +251,20 @@ def check_log(log: LogStore) -> None:
     Raises:
         StorageFailed: another version wrote the log, or part of it is damaged.
     """
-    check_format(log)
-    if not log.items(FORMAT_RECORD):
+    record = log.items(FORMAT_RECORD).get("")
+    if record is None:
+        if log.items("") or log.streams():
+            text = "an older version of deltasync wrote the log in a format that this version cannot read"
+            raise StorageFailed(f"{text}: {_START_EMPTY}")
         write_again(log).result()
         return
+    check_format_record(record)
     small = log.items("")
     for stream in log.streams():
         kind, _, name = stream.partition("/")
         if f"{_READ_BY_OWNERS.get(kind)}/{name}" not in small:  # Without an owner, nothing else reads the stream.
             for _ in log.read(stream):
                 pass
-
-
-def check_format(log: LogStore) -> None:
-    """Check that this version can read a log. An empty log passes.
-
-    Raises:
-        StorageFailed: another version wrote the log, or the record of the format is damaged.
-    """
-    record = log.items(FORMAT_RECORD).get("")
-    if record is None:
-        if log.items("") or log.streams():
-            text = "an older version of deltasync wrote the log in a format that this version cannot read"
-            raise StorageFailed(f"{text}: {_START_EMPTY}")
-        return
-    check_format_record(record)
 
 
 def check_format_record(record: bytes) -> None:

@@ -25,6 +25,7 @@ from deltasync.views.log import view_name
 from deltasync.views.registry import ViewRegistry
 
 T = TypeVar("T")
+Check = Callable[[], None]
 _LOOK_SECONDS = 1.0
 # The pause after a failure doubles up to `checkpoint_seconds`. The first one also separates checkpoints while the
 # log is full.
@@ -210,30 +211,15 @@ class Checkpoints:
         work.note(None)
 
     async def _unless_left(
-        self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]], *, may_hang: bool = False
+        self, model: Model, work: Callable[[Check], Awaitable[T]], *, may_hang: bool = False
     ) -> T:
-        """Run work with a check to call regularly, which raises once the result is no longer needed."""
-        left = False
+        """See `unless_left`; work also ends once the model leaves this process."""
 
         def check() -> None:
-            if left:
-                raise ServiceUnavailable("the caller disconnected")
-            if self._draining.is_set():
-                raise ServiceUnavailable("the service is shutting down")
             if self._models.get(model.name) is not model:
                 raise ServiceUnavailable(f"model {model.name!r} has left this process")
 
-        doing = asyncio.ensure_future(work(check))
-        try:
-            return await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            left = True
-            # At the end of the service, storage that does not answer must not keep the process. Such work then
-            # leaves what a crash would leave.
-            ending = [self._draining.wait()] if may_hang else []
-            await first_of(*ending, tasks=[doing], seconds=None)
-            doing.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
-            raise
+        return await unless_left(work, self._draining, check, may_hang=may_hang)
 
     async def _truncate_log(
         self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool
@@ -255,6 +241,43 @@ class Checkpoints:
                 log.refusing = False  # If there is still no room, the log refuses the next write.
                 for coordinator in self._models.publishers():
                     coordinator.note_room()
+
+
+async def unless_left(
+    work: Callable[[Check], Awaitable[T]],
+    draining: asyncio.Event,
+    check: Check = lambda: None,
+    *,
+    may_hang: bool = False,
+    end_seconds: float | None = None,
+) -> T:
+    """Run work with a check to call regularly, which raises once the result is no longer needed.
+
+    Args:
+        work: the work.
+        draining: set at shutdown.
+        check: another such check.
+        may_hang: whether the work waits for storage that may not answer. It then must not keep the process at
+            shutdown, and leaves what a crash would leave.
+        end_seconds: how long a caller that is cancelled waits for the end of the work.
+    """
+    left = False
+
+    def check_all() -> None:
+        if left:
+            raise ServiceUnavailable("the caller disconnected")
+        if draining.is_set():
+            raise ServiceUnavailable("the service is shutting down")
+        check()
+
+    doing = asyncio.ensure_future(work(check_all))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        left = True
+        await first_of(*([draining.wait()] if may_hang else []), tasks=[doing], seconds=end_seconds)
+        doing.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
+        raise
 
 
 def _small_records(model: Model) -> dict[str, bytes]:
