@@ -101,11 +101,7 @@ def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: R
 
 
 def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
-    """Load the rows of a chunk.
-
-    Raises:
-        CheckpointDamaged: they do not fit the table or their digests.
-    """
+    """Load the rows of a chunk."""
     try:
         rows = chunk.rows(table.spec)
         digests = np.zeros(len(rows), np.uint64) if rows.digests is None else rows.digests
@@ -157,17 +153,16 @@ class CheckpointListing:
 
 
 def models_of(place: Place) -> list[str]:
-    """The models with checkpoints in a place.
-
-    Raises:
-        PlaceFailed: it cannot be read.
-    """
+    """The models with checkpoints in a place."""
     models = [each.name for each in place.names("")]
     return [model for model in models if any(id_of(each.name) for each in place.names(f"{model}/{MANIFESTS}"))]
 
 
 class CheckpointStore:
     """The checkpoints of one model. Any thread may use it; every method blocks.
+
+    Methods raise `CheckpointDamaged` for a file that is missing or damaged, `PlaceFailed` for a place that cannot
+    be read or written now, and `LaterFormat` for a file of a later version of deltasync.
 
     Attributes:
         copied_version: newest version that was seen whole in the remote place; 0 = none.
@@ -199,11 +194,7 @@ class CheckpointStore:
     # Reading.
 
     def manifests(self) -> CheckpointListing:
-        """The checkpoints in both places, each once.
-
-        Raises:
-            LaterFormat: a later version of deltasync wrote one of them.
-        """
+        """The checkpoints in both places, each once."""
         both = [self._found(place) for place in self._places]
         if self._remote and both[1].manifests:
             with contextlib.suppress(PlaceFailed):
@@ -239,19 +230,10 @@ class CheckpointStore:
         return manifests
 
     def load(self, manifest: Manifest, tables: Sequence[StampedTable | None], *, note_use: bool = True) -> None:
-        """Set new tables to the content of a checkpoint. Files that are missing or damaged in the local place are
-        fetched from the remote one.
+        """Set new tables, in the order of `manifest.tables`, to the content of a checkpoint; None skips one.
 
-        Args:
-            manifest: the checkpoint.
-            tables: tables in the order of `manifest.tables`, perhaps with more rows; None to skip one.
-            note_use: whether the log may begin after it, so that it has to stay.
-
-        Raises:
-            CheckpointDamaged: a file is missing or damaged, and named in the message, or the loaded tables have
-                other checksums. Some rows may be loaded.
-            PlaceFailed: a file cannot be read at present. Some rows may be loaded.
-            LaterFormat: a later version of deltasync wrote the checkpoint.
+        Files that are missing or damaged in the local place are fetched from the remote one. After an error, some
+        rows are loaded. With `note_use` the checkpoint stays, because the log may begin after it.
         """
         with self.using(manifest):
             if self._remote:
@@ -278,9 +260,6 @@ class CheckpointStore:
     ) -> Iterator[tuple[TableEntry, CheckpointChunk]]:
         """Read the rows of a checkpoint with their tables, of all owners or one. If a row occurs several times,
         the last one counts.
-
-        Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read at present.
         """
         entries = {entry.slot: entry for entry in manifest.tables if owner in (None, entry.key.owner)}
         for chunk in self._chunks(manifest, [file for files in manifest.rounds for file in files]):
@@ -288,12 +267,7 @@ class CheckpointStore:
                 yield entry, chunk
 
     def dirty(self, manifest: Manifest) -> dict[TableKey, tuple[Ids, Stamps]]:
-        """The dirty rows of views' tables ([n], ascending), and the versions since which they are dirty ([n]).
-
-        Raises:
-            CheckpointDamaged: a file is missing or damaged.
-            PlaceFailed: a file cannot be read at present.
-        """
+        """The dirty rows of views' tables ([n], ascending), and the versions since which they are dirty ([n])."""
         keys = {entry.slot: entry.key for entry in manifest.tables}
         chunks = dict[TableKey, list[CheckpointChunk]]()
         for chunk in self._chunks(manifest, manifest.dirty):
@@ -304,11 +278,7 @@ class CheckpointStore:
         }
 
     def records(self, manifest: Manifest) -> Iterator[LogRecord]:
-        """Read the log records of a checkpoint, oldest layer first; some may be newer than its version.
-
-        Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read at present.
-        """
+        """Read the log records of a checkpoint, oldest layer first; some may be newer than its version."""
         for chunk in self._chunks(manifest, [file for layer in manifest.layers for file in layer.records]):
             yield from chunk.records()
 
@@ -320,11 +290,7 @@ class CheckpointStore:
                 yield from chunks
 
     def chunks_and_damage(self, file: File, problems: list[str]) -> list[CheckpointChunk | DamagedPart]:
-        """The chunks of a file in order, with its damaged parts in their places. Damage is added to `problems`.
-
-        Raises:
-            PlaceFailed: the file cannot be read at present.
-        """
+        """The chunks of a file in order, with its damaged parts in their places. Damage is added to `problems`."""
         try:
             return self._read(file, lambda *opened: list[CheckpointChunk | DamagedPart](read_chunks(*opened)))
         except CheckpointDamaged as error:
@@ -403,22 +369,10 @@ class CheckpointStore:
 
     # Writing.
 
-    def write(
-        self,
-        subject: Subject,
-        previous: Manifest | None,
-        limit: int,
-    ) -> Manifest:
-        """Write a checkpoint to the local place while cuts continue: recent changes, or a new base.
+    def write(self, subject: Subject, previous: Manifest | None, limit: int) -> Manifest:
+        """Write a checkpoint to the local place while cuts continue: the changes after `previous`, or a new base.
 
-        Args:
-            subject: the model and its views.
-            previous: the checkpoint last loaded or written; None = write a new base.
-            limit: bytes to copy in one turn at the end.
-
-        Raises:
-            DamagedRows: rows do not match their digests.
-            StorageFailed: it could not be written.
+        Its last turn, during which cuts wait, copies at most `limit` bytes.
         """
         with self._writing:
             new = self._next_id()
@@ -454,11 +408,7 @@ class CheckpointStore:
             self.copied_version = manifest.version
 
     def copy(self, manifest: Manifest, place: Place, check: Callable[[], None] = lambda: None) -> None:
-        """Copy a checkpoint to another place: the files that it lacks, then the manifest.
-
-        Raises:
-            NotCopied: it failed; the next copy sends only missing files.
-        """
+        """Copy a checkpoint to another place: the files that it lacks, then the manifest."""
         what = f"model {self._model!r}: copying a checkpoint to {place.url}"
         # A copy to the remote place must not overlap with `remove_all`.
         turn = self._copying if place is self._remote else contextlib.nullcontext()
@@ -484,11 +434,7 @@ class CheckpointStore:
     # They are in memory once they have been read. `remove_old` looks for changes by others.
 
     def keep(self, kept: KeptVersion, manifest: Manifest) -> None:
-        """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns.
-
-        Raises:
-            StorageFailed: the place could not be written, or an old checkpoint was removed meanwhile.
-        """
+        """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns."""
         name, place = kept_file(self._model, kept.id), self._places[-1]
         with self._keeping, self._local.using([kept.id]):
             place.put(name, pack_kept(kept))
@@ -510,11 +456,7 @@ class CheckpointStore:
                     logger.warning("%s", error)
 
     def release(self, kept: KeptVersion) -> None:
-        """Stop keeping a checkpoint. `remove_old` removes its files.
-
-        Raises:
-            PlaceFailed: a place could not be written.
-        """
+        """Stop keeping a checkpoint. `remove_old` removes its files."""
         self.hide(kept)
         try:
             with self._keeping:
@@ -536,11 +478,7 @@ class CheckpointStore:
         return [each for id, each in sorted(kept.items()) if id not in self._leaving]  # noqa: A001
 
     def kept(self) -> list[KeptVersion]:
-        """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`.
-
-        Raises:
-            StorageFailed: the place could not be read.
-        """
+        """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`."""
         with self._keeping:
             if self._kept is None:
                 self._look_for_kept(self._kept_files(self._places[-1]))
@@ -582,11 +520,7 @@ class CheckpointStore:
             self._kept = {each: kept for each, kept in self._kept.items() if each != id}
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002
-        """The manifest of the checkpoint with an id.
-
-        Raises:
-            StorageFailed: it is missing or damaged, or cannot be read at present.
-        """
+        """The manifest of the checkpoint with an id."""
         name, error = manifest_name(self._model, id), StorageFailed("")
         for place in self._places:
             try:
@@ -601,15 +535,11 @@ class CheckpointStore:
 
     # Removing.
 
-    def remove_old(self, keep: int, keep_seconds: float = 0.0, *, remote: bool = False) -> None:
+    def remove_old(self, keep: int, *, remote: bool = False) -> None:
         """Remove old checkpoints, and then files that no remaining one names, in the local or the remote place.
 
-        It keeps the newest `keep` checkpoints that are complete there, those written at most `keep_seconds`
-        before the newest, those of kept versions, and the last two that this process loaded or wrote, since the
-        log may begin after the older one. Files in use stay. Ages come from the clock of the place.
-
-        Raises:
-            StorageFailed: the place could not be read or written; the rest is removed next time.
+        It keeps the newest `keep` checkpoints that are complete there, those of kept versions, and the last two
+        that this process loaded or wrote, since the log may begin after the older one. Files in use stay.
         """
         place = self._remote if remote else self._local
         if place is None:
@@ -626,12 +556,10 @@ class CheckpointStore:
             if place is self._places[-1]:
                 self._look_for_kept(files_of_kept)
         ids_of_kept = {id_of(each.name) for each in files_of_kept}
-        newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
         whole, sound = _whole_of(place, listed), 0
         kept, old, unreadable = list[Manifest](), list[StoredFile](), False
         for each in reversed(manifests):
-            age = newest - (newest if each.modified is None else each.modified)
-            enough = sound >= max(1, keep) and (not keep_seconds or age > keep_seconds)
+            enough = sound >= max(1, keep)
             if enough and each.name not in self._used[place] and id_of(each.name) not in ids_of_kept:
                 old.append(each)
                 continue
@@ -647,7 +575,8 @@ class CheckpointStore:
         unnamed = [each for each in (*data, *unfinished) if each.name not in named and id_of(each.name)]
         with self._sharing:
             unnamed = [each for each in unnamed if not self._shared.uses(each.name)]
-        if remote:
+        if remote:  # Ages come from the clock of the place.
+            newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
             unnamed = [each for each in unnamed if each.modified and newest - each.modified > _YOUNG_SECONDS]
         for each in (*old, *(() if unreadable else unnamed)):
             if not self._in_use(each):
@@ -658,11 +587,7 @@ class CheckpointStore:
         return self._local.uses(name) or self._local.uses(id_of(name))
 
     def remove_all(self) -> None:
-        """Remove all checkpoints and folders from both places.
-
-        Raises:
-            StorageFailed: a place could not be read or written; the rest is removed next time.
-        """
+        """Remove all checkpoints and folders from both places."""
         with self._writing, self._copying:
             for place in self._places:
                 for folder in (KEPT, MANIFESTS, DATA):  # In this order, so that nothing names missing files.

@@ -158,11 +158,7 @@ class LayerFiles:
             self._filling = self._spare.pop() if self._spare else ChunkFile()
 
     def store(self) -> bool:
-        """Store the full files, and prepare an empty one. Return whether there were any.
-
-        Raises:
-            PlaceFailed: a file could not be stored.
-        """
+        """Store the full files, and prepare an empty one. Return whether there were any."""
         full = bool(self._full)
         for file in self._full:
             if file is None:

@@ -347,12 +347,6 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     help="Checkpoints to keep for each model. The log reaches back to the second newest.",
 )
 @click.option(
-    "--keep-checkpoints-seconds",
-    type=click.FloatRange(0),
-    default=0.0,
-    help="Also keep every checkpoint younger than this.",
-)
-@click.option(
     "--keep-every-seconds",
     type=click.FloatRange(1),
     default=None,

@@ -4,7 +4,7 @@ import hashlib
 import re
 import uuid
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from numbers import Integral
@@ -62,6 +62,11 @@ class Seal:
         chained = before.checksum if before else 0
         text = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
         return replace(self, checksum=_checksum(text))
+
+
+def seal_of_record(record: Mapping[str, Any]) -> Seal:
+    """The seal that a record, made by `asdict`, describes."""
+    return Seal(**{**record, "whole": tuple(record["whole"])})
 
 
 _ROLLBACK = re.compile(r"rollback-to-([0-9]+)(-any)?-[0-9a-f]{8}", re.ASCII)

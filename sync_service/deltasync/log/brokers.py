@@ -95,11 +95,7 @@ def without_secrets(url: str) -> str:
 
 
 async def connect(options: BrokerOptions, name: str) -> "Client":
-    """Connect to the brokers. The client reconnects by itself, however long they are away.
-
-    Raises:
-        StorageFailed: no broker answers, or each rejects this process.
-    """
+    """Connect to the brokers. The client reconnects by itself, however long they are away."""
     try:
         import nats
     except ModuleNotFoundError as error:
@@ -153,11 +149,7 @@ class Brokers:
     """
 
     def __init__(self, options: BrokerOptions, name: str) -> None:
-        """Connect under `name`, which the brokers show.
-
-        Raises:
-            StorageFailed: no broker is usable.
-        """
+        """Connect under `name`, which the brokers show."""
         self.options = options
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="brokers", daemon=True)
@@ -173,21 +165,13 @@ class Brokers:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result()
 
     async def ask(self, subject: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Ask JetStream; its answer may be an `error`.
-
-        Raises:
-            LogUnavailable: no broker answers.
-        """
+        """Ask JetStream; its answer may be an `error`."""
         payload = json.dumps(question).encode() if question is not None else b""
         answer: dict[str, Any] = json.loads((await self.request(f"$JS.API.{subject}", payload)).data)
         return answer
 
     async def request(self, subject: str, payload: bytes = b"") -> "Msg":
-        """Send a message, and return its answer.
-
-        Raises:
-            LogUnavailable: no broker answers.
-        """
+        """Send a message, and return its answer."""
         try:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
         except Exception as error:

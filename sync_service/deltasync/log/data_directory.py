@@ -24,12 +24,7 @@ UNFINISHED_LOG = "log.restoring"
 
 
 def lock_data_directory(data_dir: Path) -> TextIO:
-    """Make the folder if it is missing, and lock it until the returned file is closed.
-
-    Raises:
-        StorageFailed: the folder cannot be made or written to, another service uses it, it is a backup, or it is
-            not completely restored.
-    """
+    """Make the folder if it is missing, and lock it until the returned file is closed."""
     if (data_dir / BACKUP_MARKER).exists():
         raise StorageFailed(f"{data_dir} is a backup: make a data directory from it with deltasync restore")
     lock = lock_folder(data_dir, "give this one its own --data-dir")

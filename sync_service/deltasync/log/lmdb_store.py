@@ -44,19 +44,7 @@ _SLOW_SECONDS, _SLOW_LOG_SECONDS = 1.0, 60.0
 
 
 class LmdbStore:
-    """A `LogStore` in a folder.
-
-    Attributes:
-        shared: False, because no other process can take it over.
-        refusing: whether a write was refused for lack of room; cleared once there is room again.
-        capacity: maximum size of its rows.
-        volume: the volume of its file.
-        commits: time that writes took to reach the disk.
-        queue: the writes that are not on disk yet.
-
-    Raises:
-        StorageFailed: the file is not a log, or is damaged.
-    """
+    """A `LogStore` in a folder."""
 
     def __init__(self, options: LogOptions) -> None:
         self.shared, self._options = False, options
@@ -283,11 +271,7 @@ class LmdbStore:
         return False
 
     def _opened(self) -> lmdb.Environment:
-        """The environment, reopened if it had to be closed.
-
-        Raises:
-            StorageFailed: reopening failed.
-        """
+        """The environment, reopened if it had to be closed."""
         if self._env:
             return self._env
         try:
@@ -351,11 +335,7 @@ class LmdbStore:
 
 
 def read_small_record(directory: Path, name: str) -> bytes | None:
-    """Read a small record of a log that is not open, without a change of any file; None if there is none.
-
-    Raises:
-        StorageFailed: the record is damaged, or the log cannot be opened.
-    """
+    """Read a small record of a log that is not open, without a change of any file; None if there is none."""
     file, key = directory / "data.mdb", name.encode()
     check_size(file)
     if not file.exists() or not file.stat().st_size:

@@ -47,22 +47,13 @@ class BackupPlace:
     """
 
     def __init__(self, url: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        """Use a folder or URL. See `Place` for the deadline.
-
-        Raises:
-            InvalidInput: no file system supports the URL.
-        """
+        """Use a folder or URL. See `Place` for the deadline."""
         self.url, self._id = url, uuid.uuid4().hex
         self._place = Place(url, deadline_seconds=deadline_seconds)
         self.checkpoints = Place(f"{url.rstrip('/')}/{CHECKPOINTS}", deadline_seconds=deadline_seconds)
 
     def begin(self) -> None:
-        """Mark the place as incomplete, and remove the files of an earlier incomplete backup.
-
-        Raises:
-            InvalidInput: it contains other files.
-            StorageFailed: it cannot be read or written.
-        """
+        """Mark the place as incomplete, and remove the files of an earlier incomplete backup."""
         # A marker of which only a part was written counts as none.
         names = {each.name for each in self._place.names("")} - {BACKUP_MARKER + UNFINISHED}
         incomplete = {BACKUP_MARKER} <= names <= {BACKUP_MARKER, CHECKPOINTS} and not self._is_complete()
@@ -72,32 +63,19 @@ class BackupPlace:
         self._remove_files()
 
     def complete(self, manifests: Sequence[Manifest], others: Mapping[str, bytes]) -> None:
-        """Mark the backup as complete. `others` are small records that belong to none of its models.
-
-        Raises:
-            StorageFailed: it cannot be written, or another backup was begun there.
-        """
+        """Mark the backup as complete. `others` are small records that belong to none of its models."""
         if self._marker()["id"] != self._id:
             raise StorageFailed(f"{self.url}: another backup was begun there: use a separate place for each")
         self._write([each.name for each in manifests], others)
 
     def abandon(self) -> None:
-        """Remove all files of the backup, unless another one was begun there.
-
-        Raises:
-            StorageFailed: something could not be removed; the next backup removes it.
-        """
+        """Remove all files of the backup, unless another one was begun there."""
         if self._marker()["id"] == self._id:
             self._remove_files()
             self._place.remove(BACKUP_MARKER)
 
     def read(self) -> tuple[list[str], dict[str, bytes]] | None:
-        """The names of a backup's manifests, and its small records; None if the place has no backup.
-
-        Raises:
-            CheckpointDamaged: the marker is damaged.
-            StorageFailed: the backup is incomplete, or a later version of deltasync made it.
-        """
+        """The names of a backup's manifests, and its small records; None if the place has no backup."""
         if BACKUP_MARKER not in {each.name for each in self._place.names("")}:
             return None
         if not self._is_complete():
@@ -135,14 +113,7 @@ class Backups:
         self._making = asyncio.Lock()
 
     async def make(self, url: str, by: str) -> Backup:
-        """Copy all data of the service to a new or empty place; `by` names the caller. Cuts and releases continue.
-
-        Raises:
-            InvalidInput: the path is relative or inside the data directory, or the place is not empty.
-            Contradiction: another backup is being made, or the service shares its log with other processes.
-            ServiceUnavailable: models are still recovering, or the service is shutting down.
-            StorageFailed: something could not be read or written.
-        """
+        """Copy all data of the service to a new or empty place, while cuts go on; `by` names the caller."""
         if self._models.storage.shared:
             raise Contradiction(
                 "a cluster needs no backup: its checkpoints are at the URL of --checkpoints, from which "
@@ -210,9 +181,6 @@ def copy_followed(
     """Copy the kept versions that the consumers in a checkpoint follow.
 
     Return each consumer whose version is gone, with that version in words.
-
-    Raises:
-        StorageFailed: the record of a consumer is damaged, or files could not be copied.
     """
     there, lacking = {each.id for each in store.kept()}, list[tuple[str, str]]()
     for name, record in manifest.small.items():

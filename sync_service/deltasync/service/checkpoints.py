@@ -103,12 +103,7 @@ class Checkpoints:
         self._silent = bool(remote and trouble)
 
     async def make(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, and copy it.
-
-        Raises:
-            NotCopied: it could not be copied to the service's URL.
-            DeltasyncError: see `write`.
-        """
+        """Write a checkpoint of a model now, and copy it."""
         manifest = await self.write(name)
         model = self._models.model(name)
         if self._lacks_copy(self._state(model)):
@@ -116,13 +111,7 @@ class Checkpoints:
         return manifest
 
     async def write(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, in the data directory alone.
-
-        Raises:
-            NotFound: there is no such model, or it has no published version.
-            StorageFailed: the checkpoint could not be written.
-            ServiceUnavailable: the model is recovering or has moved, or the service is shutting down.
-        """
+        """Write a checkpoint of a model now, in the data directory alone."""
         model = self._models.model(name)
         return await self._write(model, self._state(model))
 
@@ -186,9 +175,8 @@ class Checkpoints:
 
     async def _remove_old(self, model: Model, state: "_State", *, remote: bool) -> None:
         """Remove older checkpoints. The newest one is complete even if this fails."""
-        keep = self._options.keep_checkpoints, self._options.keep_checkpoints_seconds
         try:
-            await in_own_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))
+            await in_own_thread(model.checkpoints.remove_old, self._options.keep_checkpoints, remote=remote)
         except StorageFailed as error:
             state.left_behind = f"old checkpoints could not be removed: {error}"
             text = "old checkpoints could not be removed; the service tries again after the next one"
@@ -315,11 +303,7 @@ def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes
 
 
 def models_of_consumers(log: LogStore) -> dict[str, str]:
-    """The model of each recorded consumer, by the consumer's name.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The model of each recorded consumer, by the consumer's name."""
     models = {}
     for name, record in log.items("consumer/").items():
         with reading(f"record consumer/{name}"):

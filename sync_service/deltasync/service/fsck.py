@@ -59,10 +59,6 @@ async def check_service(models: Models, views: ViewRegistry, events: Events, by:
     """Read all data of a running service, which continues to work; `by` names the caller.
 
     If rows in memory do not match their digests, the service reloads the model.
-
-    Raises:
-        ServiceUnavailable: a model is still recovering, or is being reloaded.
-        StorageFailed: a file or the log cannot be read now.
     """
     for name in models.recovering:
         models.check_recovered(name)

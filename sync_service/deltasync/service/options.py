@@ -23,7 +23,6 @@ class ServiceOptions:
         checkpoint_bytes: write a checkpoint of a model once its newer rows take this many bytes of the log; None
             = 256 MiB, or a quarter of `log_max_bytes` if that is less.
         keep_checkpoints: number of checkpoints of a model to keep.
-        keep_checkpoints_seconds: also keep checkpoints that are younger than this.
         keep_every_seconds: keep a version of each changed model this often; None = only on request.
         keep_last: number of the newest of these versions to keep.
         keep_for_seconds: also keep those that are younger than this.
@@ -45,7 +44,6 @@ class ServiceOptions:
     checkpoint_seconds: float = 600.0
     checkpoint_bytes: int | None = None
     keep_checkpoints: int = 3
-    keep_checkpoints_seconds: float = 0.0
     keep_every_seconds: float | None = None
     keep_last: int = 10
     keep_for_seconds: float = 0.0

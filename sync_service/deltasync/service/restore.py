@@ -18,11 +18,10 @@ from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.position import next_epoch
-from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder
+from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder, writing
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
 from deltasync.log.records import check_log, pack_json, reading, unpack_json
-from deltasync.log.volume import refused
 from deltasync.service.backup import BackupPlace, copy_followed
 
 _LOG = "log"
@@ -62,18 +61,13 @@ def restore(url: str | Path, data_dir: Path) -> RestoreResult:
     Args:
         url: a backup; or a folder or URL with checkpoints, from which the newest of each model is restored.
         data_dir: a new or empty folder, or one with the files of a killed restore. It is empty after an error.
-
-    Raises:
-        InvalidInput: the folder is not empty, or no file system supports the URL.
-        StorageFailed: the place has neither a backup nor a checkpoint, or only an incomplete or damaged one; or
-            the folder is in use or cannot be written.
     """
     source = _source(str(url))
     _check_target(data_dir)
     with lock_folder(data_dir, "wait until it ends, or choose another folder"):
         _check_target(data_dir)
         try:
-            with _writing(data_dir):
+            with writing(f"{data_dir} is incomplete", data_dir):
                 lacking = _restore(source, data_dir)
         except BaseException:
             for each in (CHECKPOINTS, _LOG, UNFINISHED_LOG):
@@ -117,22 +111,8 @@ def _advising(remedy: str) -> Iterator[None]:
         raise StorageFailed(f"{error}: {remedy}") from error
 
 
-@contextmanager
-def _writing(data_dir: Path) -> Iterator[None]:
-    """Turn errors of the operating system into one that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        place = Path(error.filename or data_dir)
-        raise refused(f"{data_dir} is incomplete: {place}", place, error) from error
-
-
 def _check_target(data_dir: Path) -> None:
-    """Check that a folder is empty, or contains only the files of a killed restore.
-
-    Raises:
-        InvalidInput: it contains other files, is a file, or cannot be read.
-    """
+    """Check that a folder is empty, or contains only the files of a killed restore."""
     try:
         names = {each.name for each in data_dir.iterdir()} - {"lock"} if data_dir.exists() else set[str]()
     except OSError as error:

@@ -133,7 +133,7 @@ def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwar
     ("error", "remedy"),
     [
         (errno.EDQUOT, "raise the quota of the service's user, or make room"),
-        (errno.EACCES, "let the service's user write to it"),
+        (errno.EACCES, "give the service's user access to it"),
         (errno.EROFS, "find out why it is mounted read-only, and mount it for writing"),
         (errno.ENXIO, "look for its errors in the system log"),
     ],

@@ -126,7 +126,7 @@ def test_cuts_go_on_while_no_checkpoint_can_be_written(
             head = trainer.change(WIDE.rows)
         (line,) = wait_for(lambda: [each for each in service.get_json("/checkpoints") if each["reason"]])
         assert line["version"] == 1
-        advice = "make room on its volume" if trouble == "full" else "mount it for writing"
+        advice = "make room on it" if trouble == "full" else "mount it for writing"
         assert line["reason"].endswith(advice)
         status, ready = service.get("/readyz")
         assert (status, f"checkpoints of model 'clicks': {line['reason']}" in ready) == (200, True)
@@ -290,7 +290,7 @@ def test_a_folder_that_the_services_user_may_not_write_to_is_named_and_once_it_m
         done = service.run_to_end()
         assert done.returncode == 1
         assert re.search(
-            r"Error: .*Permission denied.*: let the service's user write to it$", done.stderr.rstrip()
+            r"Error: .*Permission denied.*: give the service's user access to it$", done.stderr.rstrip()
         )
         folder.chmod(0o700)
     with service:

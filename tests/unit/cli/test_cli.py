@@ -84,7 +84,6 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         checkpoints = "s3://bucket/models"
         checkpoint_seconds = 60
         keep_checkpoints = 5
-        keep_checkpoints_seconds = 86400
         keep_every_seconds = 900
         keep_last = 7
         keep_for_seconds = 3600
@@ -120,7 +119,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca", "log", "log_replicas", "log_prefix",
         "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
         "advertise_grpc", "advertise_http", "lease_seconds", "checkpoints", "checkpoint_seconds",
-        "keep_checkpoints", "keep_checkpoints_seconds", "keep_every_seconds", "keep_last", "keep_for_seconds",
+        "keep_checkpoints", "keep_every_seconds", "keep_last", "keep_for_seconds",
         "history_seconds",
         "table_memory", "release_memory", "log_format",
         "log_level", "probe_seconds", "probe_endpoint",
@@ -135,7 +134,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         ownership=ClusterOptions(lease_seconds=9), accept_risk=True,
     )  # fmt: skip
     assert (kept.checkpoints, kept.checkpoint_seconds) == ("s3://bucket/models", 60)
-    assert (kept.keep_checkpoints, kept.keep_checkpoints_seconds) == (5, 86400)
+    assert kept.keep_checkpoints == 5
     assert (kept.keep_every_seconds, kept.keep_last, kept.keep_for_seconds) == (900, 7, 3600)
     assert kept.history_seconds == 7200
     assert (kept.table_memory, kept.release_memory_bytes) == (Path("/scratch"), 2_000_000)

@@ -137,7 +137,7 @@ def test_only_errors_of_a_volume_are_refusals(tmp_path: Path) -> None:
         ),
         (lmdb.CorruptedError("MDB_CORRUPTED: Located page was wrong type"), "a page of data.mdb is damaged"),
         (lmdb.MemoryError("Cannot allocate memory"), "lower --log-max-bytes"),
-        (lmdb.ReadonlyError("Permission denied"), "let the service's user write to it"),
+        (lmdb.ReadonlyError("Permission denied"), "give the service's user access to it"),
         (lmdb.Error("Read-only file system"), "mount it for writing"),
     ],
 )
