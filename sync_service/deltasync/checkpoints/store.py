@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -50,13 +50,6 @@ T = TypeVar("T")
 _THREADS = 4
 
 
-class Read(Protocol):
-    """A function that reads a file."""
-
-    def __call__(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """Return the result of `parse` for the file's path, the open file and its expected size."""
-
-
 def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]]:
     """Process items in several threads, a few ahead. Yield each item with its result, in order."""
     threads = max(2, min(_THREADS, len(os.sched_getaffinity(0))))
@@ -73,31 +66,6 @@ def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]
         finally:
             for _, left in ahead:
                 left.cancel()
-
-
-def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: Read) -> None:
-    """Set tables to the content of a checkpoint, see `CheckpointStore.load`."""
-    pairs = zip(manifest.tables, tables, strict=True)
-    selection = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
-
-    def load(path: str, opened: BinaryIO, size: int) -> None:
-        for chunk in read_chunks(path, opened, size):
-            if chunk.slot in selection:
-                load_chunk(path, chunk, selection[chunk.slot][1])
-
-    total = sum(file.bytes for files in manifest.rounds for file in files)
-    what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
-    progress = Progress(what, total, "bytes")
-    for files in manifest.rounds:  # The files of one round have different rows, so their order does not matter.
-        for file, _ in in_order(partial(read, parse=load), files):
-            progress.add(file.bytes)
-    for (entry, table), _ in in_order(lambda each: each[1].recount(), selection.values()):
-        if (table.checksum, table.counts.newest) != (entry.checksum, entry.number):
-            state = f"checksum {table.checksum:016x} and number {table.counts.newest}"
-            raise CheckpointDamaged(
-                f"{manifest.name}: table {entry.key.name!r} has {state} once it is loaded, "
-                f"expected {entry.checksum:016x} and {entry.number}"
-            )
 
 
 def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
@@ -240,20 +208,44 @@ class CheckpointStore:
                 lacking = set(manifest.files) - self._whole(self._local)
                 for _ in in_order(partial(self._read, parse=_checked), lacking):  # Fetches several at a time.
                     pass
-            load_rows(manifest, tables, self._read)
-        for place in self._places if note_use else ():
-            self._note_use(place, manifest)
+            self._load_rows(manifest, tables)
         if note_use:
+            self._note_use(manifest, *self._places)
             self._note_newest(manifest)
+
+    def _load_rows(self, manifest: Manifest, tables: Sequence[StampedTable | None]) -> None:
+        pairs = zip(manifest.tables, tables, strict=True)
+        selection = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
+
+        def load(path: str, opened: BinaryIO, size: int) -> None:
+            for chunk in read_chunks(path, opened, size):
+                if chunk.slot in selection:
+                    load_chunk(path, chunk, selection[chunk.slot][1])
+
+        total = sum(file.bytes for files in manifest.rounds for file in files)
+        what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
+        progress = Progress(what, total, "bytes")
+        for files in manifest.rounds:  # Files of one round have different rows, so their order does not matter.
+            for file, _ in in_order(partial(self._read, parse=load), files):
+                progress.add(file.bytes)
+        for (entry, table), _ in in_order(lambda each: each[1].recount(), selection.values()):
+            if (table.checksum, table.counts.newest) != (entry.checksum, entry.number):
+                state = f"checksum {table.checksum:016x} and number {table.counts.newest}"
+                raise CheckpointDamaged(
+                    f"{manifest.name}: table {entry.key.name!r} has {state} once it is loaded, "
+                    f"expected {entry.checksum:016x} and {entry.number}"
+                )
+
+    def _note_use(self, manifest: Manifest, *places: Place) -> None:
+        """Note that the log may begin after a checkpoint."""
+        for place in places:
+            if manifest.name in self._used[place]:
+                self._used[place].remove(manifest.name)
+            self._used[place].append(manifest.name)
 
     def _note_newest(self, manifest: Manifest) -> None:
         with self._sharing:
             self._shared.set(_NEWEST, manifest.files)
-
-    def _note_use(self, place: Place, manifest: Manifest) -> None:
-        if manifest.name in self._used[place]:
-            self._used[place].remove(manifest.name)
-        self._used[place].append(manifest.name)
 
     def rows_of(
         self, manifest: Manifest, owner: str | None = None
@@ -284,9 +276,8 @@ class CheckpointStore:
 
     def _chunks(self, manifest: Manifest, files: Sequence[File]) -> Iterator[CheckpointChunk]:
         with self.using(manifest):
-            for _, chunks in in_order(
-                partial(self._read, parse=lambda *opened: list(read_chunks(*opened))), files
-            ):
+            read = partial(self._read, parse=lambda *opened: list(read_chunks(*opened)))
+            for _, chunks in in_order(read, files):
                 yield from chunks
 
     def chunks_and_damage(self, file: File, problems: list[str]) -> list[CheckpointChunk | DamagedPart]:
@@ -304,7 +295,7 @@ class CheckpointStore:
         return [DamagedPart(memoryview(b""))]
 
     def _read(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """Parse a file; see `Read`."""
+        """The result of `parse` for a file's path, the open file and its expected size."""
         try:
             with self._local.open(file.name) as opened:
                 return parse(f"{self._local.url}/{file.name}", opened, file.bytes)
@@ -357,12 +348,9 @@ class CheckpointStore:
                 try:
                     unpack_kept(each.name, place.get(each.name))
                 except CheckpointDamaged as error:
-                    if each.name in {
-                        file.name for file in self._kept_files(place)
-                    }:  # Else it was released meanwhile.
-                        problems.append(
-                            f"{error}; until you remove it, its checkpoint stays, and nobody can follow it"
-                        )
+                    if each in self._kept_files(place):  # Else it was released meanwhile.
+                        text = "until you remove it, its checkpoint stays, and nobody can follow it"
+                        problems.append(f"{error}; {text}")
         except PlaceFailed as error:
             problems.append(str(error))
         return problems
@@ -389,7 +377,7 @@ class CheckpointStore:
                         for name in (manifest_name(self._model, new), *files.names):
                             self._local.remove(name)
                     raise
-        self._note_use(self._local, manifest)
+        self._note_use(manifest, self._local)
         self._note_newest(manifest)
         return manifest
 
@@ -404,7 +392,7 @@ class CheckpointStore:
         """Copy a checkpoint to the remote place, if there is one; see `copy`."""
         if self._remote:
             self.copy(manifest, self._remote, check)
-            self._note_use(self._remote, manifest)
+            self._note_use(manifest, self._remote)
             self.copied_version = manifest.version
 
     def copy(self, manifest: Manifest, place: Place, check: Callable[[], None] = lambda: None) -> None:

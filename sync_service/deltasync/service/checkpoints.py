@@ -150,7 +150,7 @@ class Checkpoints:
                 if model.seals.newest is None:
                     raise NotFound(f"model {model.name!r} has no published version to write")
                 await self._registry.offsets_written(model.log)
-                views, small = partial(self._views.of_model, model), partial(_small_records, model)
+                views, small = partial(self._views.of_model, model), partial(small_records, model.log, model.name)
                 manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
@@ -268,32 +268,14 @@ async def unless_left(
         raise
 
 
-def _small_records(model: Model) -> dict[str, bytes]:
-    """The small records in a checkpoint of a model."""
-    return records_of_consumers(model.log, model.name) | records_of_model(model.log, model.name)
-
-
-def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
-    """The records of a model's consumers, of their views and of the offsets of their replicas."""
-    names = [name for name, of_model in models_of_consumers(log).items() if of_model == model]
-    found = {each: log.items(each).get("") for name in names for each in (f"consumer/{name}", view_name(name))}
-    offsets = {
-        each + rest: value
-        for each in (f"offset/{name}/" for name in names)
-        for rest, value in log.items(each).items()
-    }
-    return {name: value for name, value in found.items() if value is not None} | offsets
-
-
-def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:
-    """The records of a model, and of its pending and finished deletes."""
-    found = {each: log.items(each).get("") for each in (f"model/{model}", f"quarantine/{model}")}
-    deletes = {
-        each + rest: value
-        for each in (f"delete/{model}/", f"deleted/{model}/")
-        for rest, value in log.items(each).items()
-    }
-    return {name: value for name, value in found.items() if value is not None} | deletes
+def small_records(log: LogStore, model: str) -> dict[str, bytes]:
+    """The small records in a checkpoint: of a model, its deletes, its consumers, and their views and offsets."""
+    consumers = [name for name, of_model in models_of_consumers(log).items() if of_model == model]
+    names = [f"model/{model}", f"quarantine/{model}"]
+    names += [each for name in consumers for each in (f"consumer/{name}", view_name(name))]
+    groups = [f"delete/{model}/", f"deleted/{model}/", *(f"offset/{name}/" for name in consumers)]
+    found = {name: value for name in names if (value := log.items(name).get("")) is not None}
+    return found | {group + rest: value for group in groups for rest, value in log.items(group).items()}
 
 
 def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes]:
