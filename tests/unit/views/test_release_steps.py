@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, commit
 from tests.support.releases import live_rows
 from tests.support.seals import sealed
 from tests.support.view_scenarios import (
@@ -164,11 +164,12 @@ async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypa
     async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
         if function.__name__ != "_begin":
             return await on_thread(function, *arguments)
-        begun = model.apply_after(model.store.seal(seal), seal, other_run)
-        begun.result(20)
+        committed = asyncio.create_task(commit(model, seal, other_run))
+        await asyncio.sleep(0)  # It waits for the log.
+        while model.submit(lambda: model.tables.seal).result(20) != seal:
+            pass  # This loop does not know yet that the cut is durable.
         drawn = await on_thread(function, *arguments)
-        model.seals.append(seal)
-        await model.apply_cut(seal, other_run, begun)
+        await committed
         return drawn
 
     monkeypatch.setattr(model, "on_thread", cut_before)
@@ -286,9 +287,11 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
         view, model = await local.prepared_view(TOP), local.model
         number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
         rows = local.batches(changed(2, USER, 3) | changed(2, ITEM, 4))
+        failed = asyncio.Event()
         mistake = mock.patch.object(model.tables[1], "apply", side_effect=ZeroDivisionError("a mistake of ours"))
-        with mistake, pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, rows)
+        mistake.start()
+        committed = asyncio.create_task(commit(model, seal, rows, failed=lambda *_: failed.set()))
+        await failed.wait()
         for given in (
             model.release(0),
             view.make_release(TOP, 0),
@@ -297,7 +300,8 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
             with pytest.raises(ServiceUnavailable, match="model 'clicks' is applying a version again"):
                 await given
         assert view.position.number == number
-        await model.apply_cut(seal, rows)
+        mistake.stop()
+        await committed
         assert model.position.number == 2
         await view.make_release(Policy(), 0)
         assert same_as_the_model(await held_by_a_replica(view), local)
