@@ -132,7 +132,7 @@ def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path) -> None
         assert rows == trainer.versions[head]
 
 
-def test_what_comes_while_files_are_copied_changes_nothing_of_a_backup(
+def test_changes_while_files_are_copied_do_not_alter_a_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cuts, tables that are new or have grown, models, checkpoints, and consumers with a policy."""
@@ -342,7 +342,7 @@ def test_no_service_starts_on_a_backup(backup: Path) -> None:
     assert f"{backup} is a backup: make a data directory from it with deltasync restore" in said
 
 
-def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: Path) -> None:
+def test_places_that_cannot_take_a_backup_are_refused(running: RunningService, tmp_path: Path) -> None:
     admin, data = admin_of(running), tmp_path / "data"
     with pytest.raises(NotPermitted):
         Admin(Endpoint(running.http)).backup(str(tmp_path / "backup"))
@@ -357,7 +357,7 @@ def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: P
     assert not list(data.rglob("backup*"))
 
 
-def test_a_backup_ends_with_who_has_asked_for_it(
+def test_a_backup_ends_once_its_client_disconnects(
     running: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is left of it; the next one can be made at once."""
@@ -450,7 +450,7 @@ def test_a_data_directory_is_made_of_the_newest_checkpoints(tmp_path: Path, sche
     assert plain == expected
 
 
-def test_what_is_no_backup_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_place_without_backup_or_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for url in (str(tmp_path / "empty"), f"file://{tmp_path / 'empty'}"):
         with pytest.raises(StorageFailed, match="has neither a backup nor a checkpoint"):

@@ -85,7 +85,7 @@ def killed(what: str, source: Path, into: Path) -> Iterator[Path]:
     raise AssertionError("it never ends")
 
 
-def test_a_backup_that_was_killed_is_none_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_backup_is_none_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
     for folder in killed("backup", data_dir, tmp_path):
         if (folder / BACKUP_MARKER).exists():
             with pytest.raises(StorageFailed, match="is a backup"):
@@ -106,7 +106,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_restore_is_no_data_directory_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
     backup, whole = tmp_path / "backup", tmp_path / "whole"
     back_up(data_dir, backup)
     restore(backup, whole)
@@ -138,7 +138,7 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
     assert sorted(folder.rglob("*")) == before
 
 
-def test_of_two_backups_into_one_place_one_fails_and_the_other_is_whole(data_dir: Path, tmp_path: Path) -> None:
+def test_of_two_backups_to_one_place_one_fails_and_the_other_is_complete(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
     others, copy = [shutil.copytree(data_dir, tmp_path / "copy")], CheckpointStore.copy
 
@@ -165,7 +165,7 @@ def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
+def test_a_service_killed_during_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
     """Nothing of it is left in its own directory, and the next backup takes the place."""
     target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks")
     service, folder = ServiceProcess(tmp_path / "data", *arguments), tmp_path / "backup"

@@ -99,14 +99,14 @@ def test_whatever_is_damaged_a_backup_is_restored(
         check_serves(tmp_path / "new", left.rows)
 
 
-def test_of_a_directory_that_has_lost_its_log_the_checkpoints_are_restored(left: Left, tmp_path: Path) -> None:
+def test_a_directory_without_its_log_is_restored_from_its_checkpoints(left: Left, tmp_path: Path) -> None:
     shutil.rmtree(left.data / "log")
     assert "make a data directory from it with deltasync restore" in refused(left.data)
     assert not restored(left.data / "checkpoints", tmp_path / "new")
     check_serves(tmp_path / "new", left.rows)
 
 
-def test_or_an_empty_data_directory_is_filled_by_the_trainer(left: Left) -> None:
+def test_the_trainer_fills_an_empty_data_directory(left: Left) -> None:
     """Replicas that hold rows of the one before follow."""
     target = Recorder()
     service = ServiceProcess(left.data, *CONSUMER)

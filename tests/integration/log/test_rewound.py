@@ -213,7 +213,7 @@ def test_who_holds_what_was_not_discarded_goes_on(tmp_path: Path, go_back: GoBac
             each.close()
 
 
-def test_lag_says_what_a_rewound_replica_held_until_it_holds_something_else(running: RunningService) -> None:
+def test_lag_names_what_a_rewound_replica_held_until_its_next_version(running: RunningService) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
         head = trainer.change(5)

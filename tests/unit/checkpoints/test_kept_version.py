@@ -84,9 +84,7 @@ def test_nothing_of_kept_versions_stays_once_all_is_removed(world: Checkpointed,
     assert not (tmp_path / "here" / MODEL).exists()
 
 
-def test_a_damaged_record_of_a_kept_version_is_named_by_a_check_and_keeps_its_checkpoint(
-    world: Checkpointed, tmp_path: Path
-) -> None:
+def test_verify_names_a_damaged_kept_version_whose_checkpoint_stays(world: Checkpointed, tmp_path: Path) -> None:
     store = CheckpointStore(MODEL, Place(str(tmp_path / "here")))
     go_on(world, store, 1)
     first = store.manifests().manifests[0]

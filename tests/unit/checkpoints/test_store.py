@@ -121,7 +121,7 @@ def test_another_process_starts_from_the_copy(
     assert same(loaded(store, following), world.held[following.id])
 
 
-def test_what_is_damaged_here_is_fetched_from_the_copy(
+def test_a_damaged_file_is_fetched_from_the_copy(
     world: Checkpointed, store: CheckpointStore, tmp_path: Path
 ) -> None:
     made = _next(world)
@@ -272,7 +272,7 @@ def test_checkpoints_that_cannot_be_loaded_replace_no_others(
     assert store.manifests().manifests == made[:-3:-1]
 
 
-def test_the_checkpoint_before_the_newest_that_this_process_uses_is_not_removed(
+def test_the_last_two_checkpoints_that_a_process_used_are_not_removed(
     world: Checkpointed, store: CheckpointStore, tmp_path: Path
 ) -> None:
     """It is the one that the log goes on from if the newest is damaged, whatever others there are between them."""
@@ -310,7 +310,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return refused
 
 
-def test_what_cannot_be_read_now_is_not_taken_for_damaged(
+def test_an_unreadable_file_is_not_taken_for_damaged(
     world: Checkpointed, tmp_path: Path, unreadable: set[Path]
 ) -> None:
     made = world.write()
@@ -323,7 +323,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(
     assert same(loaded(world.store, made), world.held[made.id])
 
 
-def test_what_cannot_be_read_here_now_is_fetched_from_the_copy(
+def test_an_unreadable_file_is_fetched_from_the_copy(
     world: Checkpointed, store: CheckpointStore, tmp_path: Path, unreadable: set[Path]
 ) -> None:
     made = _next(world)
