@@ -26,12 +26,9 @@ class KeptVersion:
     """A version of a model whose checkpoint is kept.
 
     Attributes:
-        model: the model's name.
         name: its name; empty if a schedule kept it.
         id: the id of its checkpoint.
-        seal: the seal of the version.
         bytes: size of the files of its checkpoint.
-        kept_unix_ns: when it was kept, nanoseconds since 1970.
         by: name of the person or program that kept it.
         watched_seconds: for how long services had watched the model by then. The difference of two is an age that
             no wall clock changes.

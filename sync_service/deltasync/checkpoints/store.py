@@ -91,18 +91,7 @@ _YOUNG_SECONDS = 3600.0
 
 
 class NotCopied(StorageFailed):
-    """A checkpoint is complete in the local place, but could not be copied to another one.
-
-    Attributes:
-        manifest: the checkpoint.
-    """
-
-    def __init__(self, manifest: Manifest, place: Place, reason: StorageFailed) -> None:
-        text = (
-            f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the service"
-        )
-        super().__init__(f"{text}, but {place.url} has no copy of it: {reason}")
-        self.manifest = manifest
+    """A checkpoint is complete in the local place, but could not be copied to another one."""
 
 
 @dataclass(frozen=True)
@@ -413,7 +402,10 @@ class CheckpointStore:
                     raise PlaceFailed(f"checkpoints: {place.url}/{file.name} was removed while others were copied")
                 place.put(manifest.name, pack_manifest(manifest))
         except StorageFailed as error:
-            raise NotCopied(manifest, place, error) from error
+            raise NotCopied(
+                f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the "
+                f"service, but {place.url} has no copy of it: {error}"
+            ) from error
 
     def _copy_file(self, place: Place, file: File) -> None:
         place.put(file.name, self._read(file, _checked))

@@ -99,10 +99,7 @@ class Subject(Protocol):
         """The model and its present views. On the model's thread; an error stops the checkpoint."""
 
     def small_records(self) -> Mapping[str, bytes]:
-        """Read the small log records that a service on another machine needs.
-
-        Called before the checkpoint's version is fixed, so that no record is newer.
-        """
+        """Read the small log records that a service on another machine needs, before the version is fixed."""
 
     def log_records(self, before: Manifest | None) -> Iterable[LogRecord]:
         """Read the log records that checkpoint `before` lacks; all records if it is None."""
@@ -184,19 +181,9 @@ class LayerFiles:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint. Blocks.
+    """Writes one checkpoint. Blocks."""
 
-    Attributes:
-        files: the checkpoint's files.
-    """
-
-    def __init__(
-        self,
-        files: LayerFiles,
-        subject: Subject,
-        previous: Manifest | None,
-        limit: int,
-    ) -> None:
+    def __init__(self, files: LayerFiles, subject: Subject, previous: Manifest | None, limit: int) -> None:
         """See `CheckpointStore.write`."""
         self._files = files
         self._subject = subject

@@ -42,11 +42,7 @@ Gone = Callable[[int], list[tuple[str, int]]]
 
 
 class JetStreamStore:
-    """A `LogStore` of one model. Records are messages; dropped ones are purged.
-
-    Attributes:
-        subjects: the subjects of its messages.
-    """
+    """A `LogStore` of one model. Records are messages; dropped ones are purged."""
 
     def __init__(
         self, brokers: Brokers, subjects: LogSubjects, index: "Index", fence: Fence, volume: BrokerVolume

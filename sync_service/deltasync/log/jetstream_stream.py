@@ -383,15 +383,7 @@ def _read(name: str) -> str:
 
 @dataclass(frozen=True)
 class StoredMessage:
-    """A message of a stream.
-
-    Attributes:
-        sequence: its sequence.
-        subject: its subject, see `LogSubjects`.
-        id: its id, see `message_id`.
-        payload: its content; empty if only headers were requested.
-        size: size of the content in bytes.
-    """
+    """A message of a stream. `payload` is empty if only headers were requested; `size` is that of the content."""
 
     sequence: int
     subject: str

@@ -39,8 +39,6 @@ _RECORDS, _META = b"records", b"meta"
 _READ_BYTES = 64 << 10  # One transaction reads about this much, or a single larger record.
 _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # LMDB needs less for that number of readers.
-# A commit slower than this is logged, at most once a minute.
-_SLOW_SECONDS, _SLOW_LOG_SECONDS = 1.0, 60.0
 
 
 class LmdbStore:
@@ -53,7 +51,6 @@ class LmdbStore:
         self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
         self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
-        self._logged_slow = -_SLOW_LOG_SECONDS
         self._idle, self._reads = threading.Condition(), 0  # The environment may be closed only between reads.
         self._env: lmdb.Environment | None = None
         self._closed = False
@@ -251,7 +248,8 @@ class LmdbStore:
             for half in (batch[:middle], batch[middle:]):  # A failed write must not fail the others.
                 self._commit(half)
             return
-        self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
+        self.commits.add(time.monotonic() - begun)
+        self.volume.take(sum(size for _, _, size in batch))
         self.queue.end(batch)
         for _, done, _ in batch:
             done.set_result(None)
@@ -312,13 +310,6 @@ class LmdbStore:
             self._idle.wait_for(lambda: not self._reads)
         if env:
             env.close()
-
-    def _note_commit(self, seconds: float, size: int) -> None:
-        self.commits.add(seconds)
-        self.volume.take(size)
-        if seconds > _SLOW_SECONDS and time.monotonic() >= self._logged_slow + _SLOW_LOG_SECONDS:
-            self._logged_slow = time.monotonic()
-            logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
 
     def _fail(self, done: Future[None], size: int, error: Exception) -> None:
         if isinstance(error, StorageFailed):  # An earlier write was refused, and logged.

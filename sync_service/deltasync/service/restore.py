@@ -22,7 +22,7 @@ from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, f
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
 from deltasync.log.records import check_log, pack_json, reading, unpack_json
-from deltasync.service.backup import BackupPlace, copy_followed
+from deltasync.service.backup import Backup, BackupPlace, copy_followed
 
 _LOG = "log"
 _ANOTHER = "use another backup, or make a new one if the service still runs"
@@ -30,17 +30,9 @@ _BEFORE = "remove {name} there and restore again from the checkpoint before it, 
 
 
 @dataclass(frozen=True)
-class RestoreResult:
-    """A new data directory.
+class RestoreResult(Backup):
+    """What was restored; `lacking` are consumers that follow a version which could not be restored, in words."""
 
-    Attributes:
-        models: the models with their versions.
-        bytes: number of bytes read.
-        lacking: consumers that follow a version which could not be restored, in words.
-    """
-
-    models: Mapping[str, int]
-    bytes: int
     lacking: Sequence[str]
 
 
