@@ -128,11 +128,12 @@ def _restore(source: _Source, data_dir: Path) -> list[str]:
             with _advising(source.remedy.format(name=manifest.name)):
                 store = CheckpointStore(manifest.model, source.place)
                 _restore_model(store, manifest, place, log)
-                lacking += [
-                    f"consumer {consumer!r} needs {version}, which {source.place.url} lacks: let it follow "
-                    f"another version (deltasync consumers follow {consumer} --live)"
-                    for consumer, version in copy_followed(store, manifest, place)
-                ]
+                for consumer, version in copy_followed(store, manifest, place):
+                    text = f"consumer {consumer!r} needs {version}, which {source.place.url} lacks"
+                    if source.remedy == _ANOTHER:  # A backup has them all.
+                        raise CheckpointDamaged(text)
+                    way_out = f"let it follow another version (deltasync consumers follow {consumer} --live)"
+                    lacking.append(f"{text}: {way_out}")
         log.put_all(source.others).result()
     finally:
         log.close()

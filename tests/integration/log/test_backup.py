@@ -220,6 +220,13 @@ def test_a_consumer_follows_its_kept_version_after_a_restore(tmp_path: Path, bac
         if backed_up:
             admin.backup(str(tmp_path / "backup"))
     source = tmp_path / "backup" if backed_up else copies
+    if backed_up:
+        (kept,) = (source / "checkpoints" / "clicks" / "kept").iterdir()
+        content = kept.read_bytes()
+        kept.write_bytes(_flipped(content))
+        with pytest.raises(StorageFailed, match=r"needs version 1 \(good\).*use another backup"):
+            restore(source, tmp_path / "restored")
+        kept.write_bytes(content)
     assert restore(source, tmp_path / "restored").lacking == []
     shutil.rmtree(data)
     with RunningService(tmp_path / "restored") as service:
