@@ -51,23 +51,23 @@ class BrokerOptions:
         urls: brokers of one cluster, each nats://HOST:PORT or tls://HOST:PORT.
         prefix: begins the names of all streams and buckets. Services with different prefixes share nothing.
         replicas: number of brokers that keep each log.
+        max_bytes: largest size of the rows in a model's log.
         credentials: file with a JWT and a key; None = the brokers need none.
         ca: PEM file of the brokers' CA; None = the CAs of this machine.
         cert: PEM file of the service's certificate; None = no certificate.
         key: PEM file of the certificate's key.
         monitors: URLs of the brokers' monitoring ports, which report whether brokers sync each write to disk.
-        max_bytes: largest size of the rows in a model's log.
     """
 
     urls: tuple[str, ...]
-    prefix: str = "deltasync"
-    replicas: int = 3
+    prefix: str
+    replicas: int
+    max_bytes: int
     credentials: Path | None = None
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     monitors: tuple[str, ...] = ()
-    max_bytes: int = 64 << 30
 
     def __post_init__(self) -> None:
         if not self.urls:

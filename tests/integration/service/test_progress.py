@@ -66,4 +66,4 @@ def test_a_service_that_reads_everything(service: RunningService, told: Told) ->
         admin_of(service).make_checkpoint("clicks")
         admin_of(service).fsck()
     check(told, "comparing rows in memory")
-    check(told, f"reading the checkpoints in {service.options.service.data_dir}")
+    check(told, f"reading the checkpoints in {service.options.data_dir}")
