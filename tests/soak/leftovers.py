@@ -6,11 +6,14 @@ from pathlib import Path
 from tests.soak.fleet import CLICKS
 
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.manifest import DATA, id_of
+from deltasync.checkpoints.kept_version import KEPT
+from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
 from deltasync.checkpoints.store import CheckpointStore, models_of
 from deltasync.log.data_directory import CHECKPOINTS
-from deltasync.service.fsck import unknown_files
 
+# Names that a service or a file system creates in a data directory.
+_TOP = {"lock", "log", CHECKPOINTS, "kernels", "endpoints.json", "endpoints.new", "lost+found"}
+_LOG = {"data.mdb", "lock.mdb"}
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.*)", re.MULTILINE)
 
 
@@ -29,7 +32,7 @@ def leftovers(data_dir: Path) -> list[str]:
     """Files, relative to the data directory, that no service has made, or that no checkpoint names although two
     newer ones are complete.
     """
-    found = unknown_files(data_dir)
+    found = _unknown_files(data_dir)
     place = Place(str(data_dir / CHECKPOINTS))
     for model in models_of(place):
         manifests = CheckpointStore(model, place).manifests().manifests
@@ -38,6 +41,15 @@ def leftovers(data_dir: Path) -> list[str]:
         files = (each.name for each in place.names(f"{model}/{DATA}"))
         found += [f"{place.url}/{name}" for name in files if name not in named and id_of(name) < before]
     return sorted(str(Path(each).relative_to(data_dir)) for each in found)
+
+
+def _unknown_files(data_dir: Path) -> list[str]:
+    folders = [(data_dir, _TOP), (data_dir / "log", _LOG)]
+    paths = [path for folder, names in folders for path in folder.iterdir() if path.name not in names]
+    for model in (data_dir / CHECKPOINTS).iterdir():
+        paths += [path for path in model.iterdir() if path.name not in (MANIFESTS, DATA, KEPT)]
+        paths += [path for path in model.glob("*/*") if not id_of(path.name)]
+    return [str(path) for path in paths]
 
 
 def directory_bytes(folder: Path) -> int:

@@ -39,7 +39,7 @@ from deltasync.client import (
 from deltasync.client.admin import fetch_lag
 from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
-from deltasync.log.data_directory import BACKUP_MARKER
+from deltasync.service.backup import BackupPlace
 from deltasync.trainer.example.processes import DemoFailed, Processes
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ class World:
         try:
             self.call(lambda admin: admin.backup(str(directory), _CALLS_SECONDS))
         except InvalidInput:
-            if not (directory / BACKUP_MARKER).exists():  # It was complete, and the answer lost.
+            if not BackupPlace(str(directory)).read():  # It was complete, and the answer lost.
                 raise
 
     @contextmanager

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltasync.service.backup import back_up_offline
+from tests.support.local_service import back_up
+
 from deltasync.service.restore import restore
 
 _STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -33,7 +34,7 @@ def killer(step: int, folder: str) -> Callable[[str, tuple[Any, ...]], None]:
 def main(step: str, what: str, source: str, target: str) -> None:
     sys.addaudithook(killer(int(step), target))
     if what == "backup":
-        back_up_offline(Path(source), target)
+        back_up(Path(source), Path(target))
     else:
         restore(source, Path(target))
 

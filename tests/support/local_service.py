@@ -20,7 +20,7 @@ from deltasync.core.tables import Shard
 from deltasync.cuts.messages import check_close, check_open
 from deltasync.cuts.session import PublishSession, open_session
 from deltasync.model.model_store import ModelStore
-from deltasync.service.backup import Backups
+from deltasync.service.backup import Backup, Backups
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
@@ -124,12 +124,22 @@ def backups(service: Service) -> Backups:
     return Backups(service.models, service.checkpoints, options.data_dir, events, service.draining)
 
 
+def back_up(data_dir: Path, url: Path) -> Backup:
+    """Back up a data directory that no service uses."""
+
+    async def main() -> Backup:
+        async with asyncio.timeout(60), opened(data_dir) as service:
+            return await backups(service).make(str(url), "a test")
+
+    try:
+        return asyncio.run(main())
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+
+
 async def check(service: Service) -> list[Checked]:
     """Read and check everything that a service stores."""
-    options, events = service.options, service.events
-    return await check_service(
-        service.models, service.registry, service.views, options.data_dir, events, "who asks"
-    )
+    return await check_service(service.models, service.views, service.events, "who asks")
 
 
 class HeldWrites:

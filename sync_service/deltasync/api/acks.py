@@ -337,6 +337,14 @@ class ReadingAgain:
         return self._differing.get(now.table, now)
 
 
+_REASONS = {
+    ComparisonStatus.EQUAL: "",
+    ComparisonStatus.DIFFERS: "its checksum differs; the rows that differ are unknown",
+    ComparisonStatus.NOT_HELD: "the replica does not have this table",
+    ComparisonStatus.NOT_SHOWN: "the replica's rows cannot be read back",
+}
+
+
 def compared(
     ack: subscribe_pb2.Ack, forms: Sequence[TableForm], checksums: Sequence[int]
 ) -> list[TableComparison]:
@@ -363,9 +371,9 @@ def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> Comp
 def _compared(form: TableForm, checksum: int, held: int | None, lacking: ComparisonStatus) -> TableComparison:
     name, rows = form.spec.name, form.spec.rows
     if held is None:
-        return TableComparison(name, 0, lacking, checksum)
+        return TableComparison(name, 0, lacking, f"{checksum:016x}" if checksum else "", "", _REASONS[lacking])
     status = ComparisonStatus.EQUAL if held == checksum else ComparisonStatus.DIFFERS
-    return TableComparison(name, rows, status, checksum, held)
+    return TableComparison(name, rows, status, f"{checksum:016x}", f"{held:016x}", _REASONS[status])
 
 
 # Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.

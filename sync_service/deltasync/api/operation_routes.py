@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from deltasync.api.requests import json_object, text_body, text_of, while_wanted
 from deltasync.base.events import Events, RecentEvents
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import ComparisonLine
+from deltasync.core.comparison import TableComparison
 from deltasync.model.model import Model
-from deltasync.service.backup import Backups
+from deltasync.service.backup import Backup, Backups
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
@@ -49,14 +49,6 @@ class Collaborators:
 
 
 @dataclass(frozen=True)
-class BackupLine:
-    """The number of files and bytes of a complete backup."""
-
-    files: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class MadeCheckpoint:
     """The version and size of a complete checkpoint, and the size of files not in the previous one."""
 
@@ -70,7 +62,7 @@ class VerifiedReplica:
     """The result of a replica's verification by table, at a `version` of the model."""
 
     version: int
-    tables: list[ComparisonLine]
+    tables: Sequence[TableComparison]
 
 
 @dataclass(frozen=True)
@@ -88,15 +80,14 @@ def operation_routes(on: Collaborators) -> APIRouter:
     @router.post("/fsck")
     async def fsck(request: Request) -> list[Checked]:
         """Check all data of this process for damage. Needs role admin."""
-        checking = check_service(models, on.registry, on.views, on.data_dir, on.events, author())
+        checking = check_service(models, on.views, on.events, author())
         return await while_wanted(request, draining, checking)
 
     @router.post("/backup", openapi_extra=_BACKUP)
-    async def backup(request: Request) -> BackupLine:
+    async def backup(request: Request) -> Backup:
         """Back up the service to a new or empty folder or URL. Needs role admin."""
         url = text_of(await json_object(request, ("url",)), "url")
-        made = await while_wanted(request, draining, backups.make(url, author()))
-        return BackupLine(made.files, made.bytes)
+        return await while_wanted(request, draining, backups.make(url, author()))
 
     @router.post("/drain", openapi_extra=_DRAIN)
     async def drain(request: Request) -> DrainedProcess:
@@ -122,7 +113,7 @@ def operation_routes(on: Collaborators) -> APIRouter:
         """Make a replica read all its rows again, and compare their checksums. Needs role admin."""
         verifying = verify_replica(on.registry, on.events, draining, name, replica, author())
         verified = await while_wanted(request, draining, verifying)
-        return VerifiedReplica(verified.version, [ComparisonLine.of(each) for each in verified.tables])
+        return VerifiedReplica(verified.version, verified.tables)
 
     return router
 

@@ -1,12 +1,34 @@
 """Folders and files on disk: durable folders, permissions, and watching for changes."""
 
 import asyncio
+import errno
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from deltasync.base.errors import InvalidInput
+
+_ADVICE = {
+    errno.ENOSPC: "make room on it",
+    errno.EDQUOT: "raise the quota of the service's user, or make room",
+    errno.EFBIG: "raise the limit on file size (ulimit -f), or use a file system that allows larger files",
+    errno.EROFS: "find out why it is mounted read-only, and mount it for writing",
+    errno.EACCES: "give the service's user access to it",
+    errno.EPERM: "give the service's user access to it",
+    errno.EIO: "look for errors of the device in the system log, and repair it; no acknowledged write is lost",
+    errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
+    errno.ENFILE: "raise the number of files that the system may have open (fs.file-max)",
+    errno.EEXIST: "move away the file or folder of that name",
+    errno.EISDIR: "move away the folder of that name",
+    errno.ENOTDIR: "move away the file of that name",
+}
+_OTHERWISE = "look for its errors in the system log"
+
+
+def advice(number: int) -> str:
+    """What to do about an error of the system with this number."""
+    return _ADVICE.get(number, _OTHERWISE)
 
 
 def make_folder(path: Path) -> None:

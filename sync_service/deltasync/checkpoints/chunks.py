@@ -66,11 +66,7 @@ class CheckpointChunk:
         return np.frombuffer(Columns.read(self.content).ids, ID_TYPE)
 
     def rows(self, spec: TableSpec) -> RowBatch:
-        """The rows for this table, as views of the message.
-
-        Raises:
-            InvalidInput: they do not fit the table.
-        """
+        """The rows for this table, as views of the message."""
         return Columns.read(self.content).rows_of(0, [Shard.whole(spec)])
 
     def records(self) -> Iterator[LogRecord]:
@@ -107,16 +103,8 @@ def read_chunks(
 ) -> Iterator[CheckpointChunk]:
     """Read the chunks of an open file of `size` bytes.
 
-    Args:
-        path: the file's path.
-        file: the file.
-        size: its expected size.
-        damaged: takes the parts that differ from what was written; the chunks after them are read. None = the
-            first such part is an error.
-
-    Raises:
-        CheckpointDamaged: the part read so far differs from what was written.
-        LaterFormat: a later version of deltasync wrote the file.
+    `damaged` takes the parts that differ from what was written, and reading continues after them. Without it, the
+    first such part is an error.
     """
     start = 0
     while start < size:
@@ -140,12 +128,7 @@ def read_chunks(
 
 
 def check_first_chunk(path: str, file: BinaryIO, size: int) -> None:
-    """Check the format of an open file by its first chunk, which is read only if its header has another format.
-
-    Raises:
-        CheckpointDamaged: the chunk differs from what was written.
-        LaterFormat: a later version of deltasync wrote the file.
-    """
+    """Check the format of an open file by its first chunk, which is read only if its header has another format."""
     head = file.read(_HEADER.size)
     if len(head) == _HEADER.size and _HEADER.unpack(head)[1] != _FORMAT:
         file.seek(0)
@@ -229,11 +212,7 @@ class ChunkFile:
         self._ends = [0]
 
     def add_rows(self, slot: int, table: StampedTable, ids: Ids, *, deleted: bool) -> bool:
-        """Add rows ([n], ascending) of a table, all deleted or all live. Return whether there was room.
-
-        Raises:
-            DamagedRows: rows do not match their digests; the file is then useless.
-        """
+        """Add rows ([n], ascending) of a table, all deleted or all live. Return whether there was room."""
         spec, slots = table.spec, table.locate(ids)
         run = contiguous(slots)
         where = slots if run is None else run

@@ -31,18 +31,7 @@ _MODEL = ""  # The owner of the model's own tables.
 
 
 def find_version(url: str, model: str, reference: str = "") -> tuple[CheckpointStore, Manifest]:
-    """Find the checkpoint of a version in a folder or at a URL.
-
-    Args:
-        url: the place of the checkpoints.
-        model: the model's name.
-        reference: name or number of a kept version, or number of any checkpoint; empty = the newest checkpoint.
-
-    Raises:
-        InvalidInput: no file system supports the URL.
-        NotFound: there is no such model or version; the message lists those that exist.
-        StorageFailed: the place cannot be read, or the version's manifest is damaged.
-    """
+    """Find a checkpoint by name or number of a kept version, or by number; without a reference, the newest."""
     place = Place(url)
     if model not in (models := models_of(place)):
         raise NotFound(f"{url} has no checkpoint of model {model!r}; models there: {listed(models) or 'none'}")
@@ -81,11 +70,6 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
 
     Rows that are deleted or were never published are zeros. All tables are in memory at once, with 16 bytes more
     for each row.
-
-    Raises:
-        ModuleNotFoundError: the package `safetensors` is missing.
-        InvalidInput: a table has the name under which the format has its metadata.
-        StorageFailed: the checkpoint is damaged or cannot be read, the file cannot be written, or memory is short.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -147,22 +131,10 @@ def _to_disk(path: Path) -> None:
 def read_rows(
     store: CheckpointStore, manifest: Manifest, table: str, ids: ArrayLike
 ) -> tuple[TableSpec, Stamps, NDArray[np.generic]]:
-    """Read some rows of a version; only these are in memory.
+    """Read some rows of a version: `ids` ([n]) in any order, each once. Only these are in memory.
 
-    Args:
-        store: the checkpoints.
-        manifest: the version's checkpoint.
-        table: the table's name.
-        ids: the rows, [n], in any order, each once.
-
-    Returns:
-        The table; the version in which each row last changed ([n], negative if it was deleted then, 0 if it was
-        never published); and the values ([n, dim]).
-
-    Raises:
-        NotFound: the version has no such table; the message lists its tables.
-        InvalidInput: the table has no row of one of the ids.
-        StorageFailed: the checkpoint is damaged or cannot be read.
+    Return the table; the version in which each row last changed ([n], negative if it was deleted then, 0 if it was
+    never published); and the values ([n, dim]).
     """
     specs = {each.key.name: spec_of_record(each.record) for each in _entries(manifest)}
     if (spec := specs.get(table)) is None:

@@ -1,7 +1,6 @@
 """A place for checkpoint files: a folder, or object storage at a URL that fsspec supports."""
 
 import contextlib
-import errno
 import hashlib
 import io
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.files import flush, make_folder
+from deltasync.base.files import advice, flush, make_folder
 from deltasync.base.threads import begin_in_thread
 from deltasync.checkpoints.chunks import CheckpointDamaged
 
@@ -27,18 +26,6 @@ UNFINISHED = ".unfinished"
 # Enough for the largest file at 0.5 MB/s.
 DEADLINE_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
-_ADVICE = {
-    errno.ENOSPC: "make room on its volume",
-    errno.EDQUOT: "raise the quota of the service's user, or make room",
-    errno.EROFS: "find out why its volume is mounted read-only, and mount it for writing",
-    errno.EACCES: "give the service's user access to it",
-    errno.EPERM: "give the service's user access to it",
-    errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
-    errno.ENOTDIR: "move away the file that takes the place of a folder",
-    errno.EEXIST: "move away the file that takes the place of a folder",
-    errno.EISDIR: "move away the folder of that name",
-}
-_OTHERWISE = "look for errors of its volume in the system log"
 # Names under which fsspec file systems list the time at which an object was written.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 _MD5 = re.compile("[0-9a-f]{32}")
@@ -64,6 +51,8 @@ class StoredFile:
 class Place:
     """Files below one URL. Any thread may use it; every method blocks.
 
+    Methods raise `PlaceFailed` where it cannot be read or written now, and `CheckpointDamaged` for a missing file.
+
     A call that is not answered within the deadline fails, and its thread goes on waiting. Until that call is
     answered, all others fail at once, so that no more threads wait.
 
@@ -79,15 +68,9 @@ class Place:
         *,
         deadline_seconds: float | None = DEADLINE_SECONDS,
     ) -> None:
-        """Use a folder, or object storage.
+        """Use a folder, or object storage with these settings of fsspec's file system.
 
-        Args:
-            url: the folder or URL.
-            settings: settings of fsspec's file system, such as endpoint_url.
-            deadline_seconds: longest time to wait for the answer to one call; None = no limit.
-
-        Raises:
-            InvalidInput: no file system supports the URL.
+        One call is answered within `deadline_seconds`, or fails.
         """
         self.url, self.damaged = url, set[str]()
         self._deadline = deadline_seconds
@@ -111,9 +94,6 @@ class Place:
         """Write a file atomically and durably: after a crash it is complete or absent.
 
         Then compare its size, and its checksum where the storage has one.
-
-        Raises:
-            PlaceFailed: it could not be written, or differs from what was written.
         """
         with self._failures(name, "written"):
             self._answered(partial(self._put, name, content))
@@ -122,20 +102,20 @@ class Place:
     def _put(self, name: str, content: bytes | memoryview) -> None:
         if self._folder:
             _put_file(self._folder / name, content)
-            size, advice = (self._folder / name).stat().st_size, _OTHERWISE
+            size, remedy = (self._folder / name).stat().st_size, advice(0)
             same = size == len(content)
         else:
             self._files.pipe_file(self._path(name), content := bytes(content))
             self._files.invalidate_cache()
             entry = self._files.info(self._path(name))
-            size, advice = int(entry["size"]), _ALTERED
+            size, remedy = int(entry["size"]), _ALTERED
             same = size == len(content) and self._is_same(name, entry, content)
         if not same:
             self.damaged.add(name)
             with contextlib.suppress(Exception):  # A later process would take a file of the right size for a copy.
                 self._remove(name)
             found = f"{size} bytes, {len(content)}" if size != len(content) else "other bytes than"
-            raise PlaceFailed(f"checkpoints: {self._where(name)} has {found} were written: {advice}")
+            raise PlaceFailed(f"checkpoints: {self._where(name)} has {found} were written: {remedy}")
 
     def _is_same(self, name: str, entry: Mapping[str, Any], content: bytes) -> bool:
         """Compare a checksum, if there is one. ETags of encrypted objects may be something else than MD5 sums."""
@@ -149,12 +129,7 @@ class Place:
         return True
 
     def get(self, name: str) -> bytes:
-        """Read a file.
-
-        Raises:
-            CheckpointDamaged: the file is missing.
-            PlaceFailed: it could not be read.
-        """
+        """Read a file."""
         with self._failures(name, "read"):
             read = (self._folder / name).read_bytes if self._folder else partial(self._read_object, name)
             return self._answered(read)
@@ -173,11 +148,7 @@ class Place:
             yield file
 
     def names(self, folder: str) -> list[StoredFile]:
-        """The files and folders in a folder, sorted by name.
-
-        Raises:
-            PlaceFailed: they could not be listed.
-        """
+        """The files and folders in a folder, sorted by name."""
         with self._failures(folder, "listed"):
             prefix = f"{folder}/" if folder else ""
             try:
@@ -190,11 +161,7 @@ class Place:
             return sorted(entries, key=lambda each: each.name)
 
     def remove(self, name: str) -> None:
-        """Remove a file if it exists.
-
-        Raises:
-            PlaceFailed: it could not be removed.
-        """
+        """Remove a file if it exists."""
         with self._failures(name, "removed"), contextlib.suppress(FileNotFoundError):
             self._answered(partial(self._remove, name))
 
@@ -288,8 +255,8 @@ class Place:
             if not isinstance(error, OSError):
                 raise
             # Only errors of the operating system have a number and a text of their own.
-            reason, advice = error.strerror or repr(error), _ADVICE.get(error.errno or 0, _OTHERWISE)
-            raise PlaceFailed(f"checkpoints: {where} cannot be {done}: {reason}: {advice}") from error
+            reason, remedy = error.strerror or repr(error), advice(error.errno or 0)
+            raise PlaceFailed(f"checkpoints: {where} cannot be {done}: {reason}: {remedy}") from error
 
 
 def _put_file(path: Path, content: bytes | memoryview) -> None:

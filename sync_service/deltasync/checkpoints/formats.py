@@ -14,9 +14,6 @@ def check_formats(place: Place) -> None:
     """Check that this version can read the checkpoints and kept versions in a place, whatever their model.
 
     Recovery reports files that are damaged or cannot be read.
-
-    Raises:
-        LaterFormat: a later version of deltasync wrote one of them.
     """
     with contextlib.suppress(PlaceFailed):
         for model in place.names(""):

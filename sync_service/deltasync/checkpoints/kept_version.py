@@ -15,7 +15,7 @@ from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.base.words import listed
 from deltasync.checkpoints.manifest import pack_checked, unpack_checked
-from deltasync.core.seal import Seal
+from deltasync.core.seal import Seal, seal_of_record
 
 KEPT = "kept"
 _NUMBER = re.compile(r"[0-9]+")
@@ -26,12 +26,9 @@ class KeptVersion:
     """A version of a model whose checkpoint is kept.
 
     Attributes:
-        model: the model's name.
         name: its name; empty if a schedule kept it.
         id: the id of its checkpoint.
-        seal: the seal of the version.
         bytes: size of the files of its checkpoint.
-        kept_unix_ns: when it was kept, nanoseconds since 1970.
         by: name of the person or program that kept it.
         watched_seconds: for how long services had watched the model by then. The difference of two is an age that
             no wall clock changes.
@@ -74,26 +71,16 @@ def kept_record(kept: KeptVersion) -> dict[str, Any]:
 
 def kept_of_record(record: Mapping[str, Any]) -> KeptVersion:
     """The kept version that a record describes."""
-    seal = Seal(**{**record["seal"], "whole": tuple(record["seal"]["whole"])})
-    return KeptVersion(**{**record, "seal": seal})
+    return KeptVersion(**{**record, "seal": seal_of_record(record["seal"])})
 
 
 def unpack_kept(name: str, stored: bytes) -> KeptVersion:
-    """Decode the kept version in file `name`.
-
-    Raises:
-        CheckpointDamaged: it is damaged.
-        StorageFailed: a later version of deltasync wrote it.
-    """
+    """Decode the kept version in file `name`."""
     return kept_of_record(unpack_checked(name, stored))
 
 
 def check_kept_name(name: str) -> str:
-    """Check the name of a kept version.
-
-    Raises:
-        InvalidInput: it cannot be one.
-    """
+    """Check the name of a kept version."""
     if _NUMBER.fullmatch(name) or name == "live":
         raise InvalidInput(f"name {name!r}: a kept version needs a name that is neither a number nor 'live'")
     return check_name("name", name)
@@ -105,11 +92,7 @@ def is_number(reference: str, version: int) -> bool:
 
 
 def find_kept(versions: Sequence[KeptVersion], model: str, reference: str) -> KeptVersion:
-    """The kept version with a name or a number; the latest if several have the number.
-
-    Raises:
-        NotFound: there is none; the message lists those that exist.
-    """
+    """The kept version with a name or a number; the latest if several have the number."""
     for each in reversed(versions):
         if each.name == reference or is_number(reference, each.version):
             return each

@@ -177,12 +177,7 @@ def pack_checked(content: Mapping[str, Any]) -> bytes:
 
 
 def unpack_manifest(name: str, stored: bytes) -> Manifest:
-    """Decode the manifest in file `name`.
-
-    Raises:
-        CheckpointDamaged: it is damaged.
-        LaterFormat: a later version of deltasync wrote it.
-    """
+    """Decode the manifest in file `name`."""
     manifest = _manifest(unpack_checked(name, stored))
     if manifest.name != name:
         raise CheckpointDamaged(f"checkpoint {name} has the manifest of {manifest.name}")

@@ -19,32 +19,17 @@ from deltasync.core.stamped_table import Slots, StampedTable
 from deltasync.wire.row_messages import NotAsWritten
 
 
-@dataclass(frozen=True)
-class LostRows:
-    """Rows of a checkpoint that are in no place any more.
+def salvage(
+    store: CheckpointStore, manifest: Manifest, tables: Sequence[StampedTable | None], problems: list[str]
+) -> dict[TableKey, Ids]:
+    """Set new tables to the sound part of a checkpoint, see `CheckpointStore.load`. Damage is added to `problems`.
 
-    Attributes:
-        rows: their ids ([n], ascending) by table. None of them is left out; others may be among them.
-        problems: the damaged files, in words.
-    """
-
-    rows: Mapping[TableKey, Ids]
-    problems: Sequence[str]
-
-
-def salvage(store: CheckpointStore, manifest: Manifest, tables: Sequence[StampedTable | None]) -> LostRows:
-    """Set new tables to the sound part of a checkpoint; for the arguments see `CheckpointStore.load`.
-
-    Lost rows are afterwards as if they had never changed.
-
-    Raises:
-        CheckpointDamaged: tables have other checksums although no chunk is damaged.
-        PlaceFailed: a file cannot be read at present.
-        LaterFormat: a later version of deltasync wrote the checkpoint.
+    Return the ids ([n], ascending) of rows that are in no place any more, by table; others may be among them.
+    Afterwards these rows are as if they had never changed.
     """
     pairs = zip(manifest.tables, tables, strict=True)
     parts = {entry.slot: _Salvaged(entry, table) for entry, table in pairs if table is not None}
-    problems, gaps = list[str](), list[_Gap]()
+    gaps = list[_Gap]()
     for number, files in enumerate(manifest.rounds):
         gaps += _load_round(store, files, number, parts, problems)
     for part in parts.values():
@@ -59,8 +44,7 @@ def salvage(store: CheckpointStore, manifest: Manifest, tables: Sequence[Stamped
             if not gaps:
                 raise CheckpointDamaged(f"{manifest.name}: table {part.key.name!r} has another checksum")
             part.doubt(max(gap.round for gap in gaps))
-    lost = {part.key: ids for part in parts.values() if len(ids := part.leave_out_doubted())}
-    return LostRows(lost, problems)
+    return {part.key: ids for part in parts.values() if len(ids := part.leave_out_doubted())}
 
 
 @dataclass(frozen=True)

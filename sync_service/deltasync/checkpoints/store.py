@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -50,13 +50,6 @@ T = TypeVar("T")
 _THREADS = 4
 
 
-class Read(Protocol):
-    """A function that reads a file."""
-
-    def __call__(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """Return the result of `parse` for the file's path, the open file and its expected size."""
-
-
 def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]]:
     """Process items in several threads, a few ahead. Yield each item with its result, in order."""
     threads = max(2, min(_THREADS, len(os.sched_getaffinity(0))))
@@ -75,37 +68,8 @@ def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]
                 left.cancel()
 
 
-def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: Read) -> None:
-    """Set tables to the content of a checkpoint, see `CheckpointStore.load`."""
-    pairs = zip(manifest.tables, tables, strict=True)
-    selection = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
-
-    def load(path: str, opened: BinaryIO, size: int) -> None:
-        for chunk in read_chunks(path, opened, size):
-            if chunk.slot in selection:
-                load_chunk(path, chunk, selection[chunk.slot][1])
-
-    total = sum(file.bytes for files in manifest.rounds for file in files)
-    what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
-    progress = Progress(what, total, "bytes")
-    for files in manifest.rounds:  # The files of one round have different rows, so their order does not matter.
-        for file, _ in in_order(partial(read, parse=load), files):
-            progress.add(file.bytes)
-    for (entry, table), _ in in_order(lambda each: each[1].recount(), selection.values()):
-        if (table.checksum, table.counts.newest) != (entry.checksum, entry.number):
-            state = f"checksum {table.checksum:016x} and number {table.counts.newest}"
-            raise CheckpointDamaged(
-                f"{manifest.name}: table {entry.key.name!r} has {state} once it is loaded, "
-                f"expected {entry.checksum:016x} and {entry.number}"
-            )
-
-
 def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
-    """Load the rows of a chunk.
-
-    Raises:
-        CheckpointDamaged: they do not fit the table or their digests.
-    """
+    """Load the rows of a chunk."""
     try:
         rows = chunk.rows(table.spec)
         digests = np.zeros(len(rows), np.uint64) if rows.digests is None else rows.digests
@@ -127,18 +91,7 @@ _YOUNG_SECONDS = 3600.0
 
 
 class NotCopied(StorageFailed):
-    """A checkpoint is complete in the local place, but could not be copied to another one.
-
-    Attributes:
-        manifest: the checkpoint.
-    """
-
-    def __init__(self, manifest: Manifest, place: Place, reason: StorageFailed) -> None:
-        text = (
-            f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the service"
-        )
-        super().__init__(f"{text}, but {place.url} has no copy of it: {reason}")
-        self.manifest = manifest
+    """A checkpoint is complete in the local place, but could not be copied to another one."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +110,16 @@ class CheckpointListing:
 
 
 def models_of(place: Place) -> list[str]:
-    """The models with checkpoints in a place.
-
-    Raises:
-        PlaceFailed: it cannot be read.
-    """
+    """The models with checkpoints in a place."""
     models = [each.name for each in place.names("")]
     return [model for model in models if any(id_of(each.name) for each in place.names(f"{model}/{MANIFESTS}"))]
 
 
 class CheckpointStore:
     """The checkpoints of one model. Any thread may use it; every method blocks.
+
+    Methods raise `CheckpointDamaged` for a file that is missing or damaged, `PlaceFailed` for a place that cannot
+    be read or written now, and `LaterFormat` for a file of a later version of deltasync.
 
     Attributes:
         copied_version: newest version that was seen whole in the remote place; 0 = none.
@@ -199,11 +151,7 @@ class CheckpointStore:
     # Reading.
 
     def manifests(self) -> CheckpointListing:
-        """The checkpoints in both places, each once.
-
-        Raises:
-            LaterFormat: a later version of deltasync wrote one of them.
-        """
+        """The checkpoints in both places, each once."""
         both = [self._found(place) for place in self._places]
         if self._remote and both[1].manifests:
             with contextlib.suppress(PlaceFailed):
@@ -239,48 +187,60 @@ class CheckpointStore:
         return manifests
 
     def load(self, manifest: Manifest, tables: Sequence[StampedTable | None], *, note_use: bool = True) -> None:
-        """Set new tables to the content of a checkpoint. Files that are missing or damaged in the local place are
-        fetched from the remote one.
+        """Set new tables, in the order of `manifest.tables`, to the content of a checkpoint; None skips one.
 
-        Args:
-            manifest: the checkpoint.
-            tables: tables in the order of `manifest.tables`, perhaps with more rows; None to skip one.
-            note_use: whether the log may begin after it, so that it has to stay.
-
-        Raises:
-            CheckpointDamaged: a file is missing or damaged, and named in the message, or the loaded tables have
-                other checksums. Some rows may be loaded.
-            PlaceFailed: a file cannot be read at present. Some rows may be loaded.
-            LaterFormat: a later version of deltasync wrote the checkpoint.
+        Files that are missing or damaged in the local place are fetched from the remote one. After an error, some
+        rows are loaded. With `note_use` the checkpoint stays, because the log may begin after it.
         """
         with self.using(manifest):
             if self._remote:
                 lacking = set(manifest.files) - self._whole(self._local)
                 for _ in in_order(partial(self._read, parse=_checked), lacking):  # Fetches several at a time.
                     pass
-            load_rows(manifest, tables, self._read)
-        for place in self._places if note_use else ():
-            self._note_use(place, manifest)
+            self._load_rows(manifest, tables)
         if note_use:
+            self._note_use(manifest, *self._places)
             self._note_newest(manifest)
+
+    def _load_rows(self, manifest: Manifest, tables: Sequence[StampedTable | None]) -> None:
+        pairs = zip(manifest.tables, tables, strict=True)
+        selection = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
+
+        def load(path: str, opened: BinaryIO, size: int) -> None:
+            for chunk in read_chunks(path, opened, size):
+                if chunk.slot in selection:
+                    load_chunk(path, chunk, selection[chunk.slot][1])
+
+        total = sum(file.bytes for files in manifest.rounds for file in files)
+        what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
+        progress = Progress(what, total, "bytes")
+        for files in manifest.rounds:  # Files of one round have different rows, so their order does not matter.
+            for file, _ in in_order(partial(self._read, parse=load), files):
+                progress.add(file.bytes)
+        for (entry, table), _ in in_order(lambda each: each[1].recount(), selection.values()):
+            if (table.checksum, table.counts.newest) != (entry.checksum, entry.number):
+                state = f"checksum {table.checksum:016x} and number {table.counts.newest}"
+                raise CheckpointDamaged(
+                    f"{manifest.name}: table {entry.key.name!r} has {state} once it is loaded, "
+                    f"expected {entry.checksum:016x} and {entry.number}"
+                )
+
+    def _note_use(self, manifest: Manifest, *places: Place) -> None:
+        """Note that the log may begin after a checkpoint."""
+        for place in places:
+            if manifest.name in self._used[place]:
+                self._used[place].remove(manifest.name)
+            self._used[place].append(manifest.name)
 
     def _note_newest(self, manifest: Manifest) -> None:
         with self._sharing:
             self._shared.set(_NEWEST, manifest.files)
-
-    def _note_use(self, place: Place, manifest: Manifest) -> None:
-        if manifest.name in self._used[place]:
-            self._used[place].remove(manifest.name)
-        self._used[place].append(manifest.name)
 
     def rows_of(
         self, manifest: Manifest, owner: str | None = None
     ) -> Iterator[tuple[TableEntry, CheckpointChunk]]:
         """Read the rows of a checkpoint with their tables, of all owners or one. If a row occurs several times,
         the last one counts.
-
-        Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read at present.
         """
         entries = {entry.slot: entry for entry in manifest.tables if owner in (None, entry.key.owner)}
         for chunk in self._chunks(manifest, [file for files in manifest.rounds for file in files]):
@@ -288,12 +248,7 @@ class CheckpointStore:
                 yield entry, chunk
 
     def dirty(self, manifest: Manifest) -> dict[TableKey, tuple[Ids, Stamps]]:
-        """The dirty rows of views' tables ([n], ascending), and the versions since which they are dirty ([n]).
-
-        Raises:
-            CheckpointDamaged: a file is missing or damaged.
-            PlaceFailed: a file cannot be read at present.
-        """
+        """The dirty rows of views' tables ([n], ascending), and the versions since which they are dirty ([n])."""
         keys = {entry.slot: entry.key for entry in manifest.tables}
         chunks = dict[TableKey, list[CheckpointChunk]]()
         for chunk in self._chunks(manifest, manifest.dirty):
@@ -304,27 +259,18 @@ class CheckpointStore:
         }
 
     def records(self, manifest: Manifest) -> Iterator[LogRecord]:
-        """Read the log records of a checkpoint, oldest layer first; some may be newer than its version.
-
-        Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read at present.
-        """
+        """Read the log records of a checkpoint, oldest layer first; some may be newer than its version."""
         for chunk in self._chunks(manifest, [file for layer in manifest.layers for file in layer.records]):
             yield from chunk.records()
 
     def _chunks(self, manifest: Manifest, files: Sequence[File]) -> Iterator[CheckpointChunk]:
         with self.using(manifest):
-            for _, chunks in in_order(
-                partial(self._read, parse=lambda *opened: list(read_chunks(*opened))), files
-            ):
+            read = partial(self._read, parse=lambda *opened: list(read_chunks(*opened)))
+            for _, chunks in in_order(read, files):
                 yield from chunks
 
     def chunks_and_damage(self, file: File, problems: list[str]) -> list[CheckpointChunk | DamagedPart]:
-        """The chunks of a file in order, with its damaged parts in their places. Damage is added to `problems`.
-
-        Raises:
-            PlaceFailed: the file cannot be read at present.
-        """
+        """The chunks of a file in order, with its damaged parts in their places. Damage is added to `problems`."""
         try:
             return self._read(file, lambda *opened: list[CheckpointChunk | DamagedPart](read_chunks(*opened)))
         except CheckpointDamaged as error:
@@ -338,7 +284,7 @@ class CheckpointStore:
         return [DamagedPart(memoryview(b""))]
 
     def _read(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """Parse a file; see `Read`."""
+        """The result of `parse` for a file's path, the open file and its expected size."""
         try:
             with self._local.open(file.name) as opened:
                 return parse(f"{self._local.url}/{file.name}", opened, file.bytes)
@@ -361,11 +307,6 @@ class CheckpointStore:
         except PlaceFailed as error:  # The next checkpoint then is a base, which does not need the file.
             logger.warning("%s", error)
         return parsed
-
-    def is_sound(self, manifest: Manifest) -> bool:
-        """Whether each file of a checkpoint is in one of the places and not known to be damaged."""
-        whole = [self._whole(place) for place in self._places]
-        return all(any(file in files for files in whole) for file in manifest.files)
 
     def _whole(self, place: Place) -> set[File]:
         return _whole_of(place, place.names(f"{self._model}/{DATA}"))
@@ -396,34 +337,19 @@ class CheckpointStore:
                 try:
                     unpack_kept(each.name, place.get(each.name))
                 except CheckpointDamaged as error:
-                    if each.name in {
-                        file.name for file in self._kept_files(place)
-                    }:  # Else it was released meanwhile.
-                        problems.append(
-                            f"{error}; until you remove it, its checkpoint stays, and nobody can follow it"
-                        )
+                    if each in self._kept_files(place):  # Else it was released meanwhile.
+                        text = "until you remove it, its checkpoint stays, and nobody can follow it"
+                        problems.append(f"{error}; {text}")
         except PlaceFailed as error:
             problems.append(str(error))
         return problems
 
     # Writing.
 
-    def write(
-        self,
-        subject: Subject,
-        previous: Manifest | None,
-        limit: int,
-    ) -> Manifest:
-        """Write a checkpoint to the local place while cuts continue: recent changes, or a new base.
+    def write(self, subject: Subject, previous: Manifest | None, limit: int) -> Manifest:
+        """Write a checkpoint to the local place while cuts continue: the changes after `previous`, or a new base.
 
-        Args:
-            subject: the model and its views.
-            previous: the checkpoint last loaded or written; None = write a new base.
-            limit: bytes to copy in one turn at the end.
-
-        Raises:
-            DamagedRows: rows do not match their digests.
-            StorageFailed: it could not be written.
+        Its last turn, during which cuts wait, copies at most `limit` bytes.
         """
         with self._writing:
             new = self._next_id()
@@ -440,7 +366,7 @@ class CheckpointStore:
                         for name in (manifest_name(self._model, new), *files.names):
                             self._local.remove(name)
                     raise
-        self._note_use(self._local, manifest)
+        self._note_use(manifest, self._local)
         self._note_newest(manifest)
         return manifest
 
@@ -455,15 +381,11 @@ class CheckpointStore:
         """Copy a checkpoint to the remote place, if there is one; see `copy`."""
         if self._remote:
             self.copy(manifest, self._remote, check)
-            self._note_use(self._remote, manifest)
+            self._note_use(manifest, self._remote)
             self.copied_version = manifest.version
 
     def copy(self, manifest: Manifest, place: Place, check: Callable[[], None] = lambda: None) -> None:
-        """Copy a checkpoint to another place: the files that it lacks, then the manifest.
-
-        Raises:
-            NotCopied: it failed; the next copy sends only missing files.
-        """
+        """Copy a checkpoint to another place: the files that it lacks, then the manifest."""
         what = f"model {self._model!r}: copying a checkpoint to {place.url}"
         # A copy to the remote place must not overlap with `remove_all`.
         turn = self._copying if place is self._remote else contextlib.nullcontext()
@@ -480,7 +402,10 @@ class CheckpointStore:
                     raise PlaceFailed(f"checkpoints: {place.url}/{file.name} was removed while others were copied")
                 place.put(manifest.name, pack_manifest(manifest))
         except StorageFailed as error:
-            raise NotCopied(manifest, place, error) from error
+            raise NotCopied(
+                f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the "
+                f"service, but {place.url} has no copy of it: {error}"
+            ) from error
 
     def _copy_file(self, place: Place, file: File) -> None:
         place.put(file.name, self._read(file, _checked))
@@ -489,11 +414,7 @@ class CheckpointStore:
     # They are in memory once they have been read. `remove_old` looks for changes by others.
 
     def keep(self, kept: KeptVersion, manifest: Manifest) -> None:
-        """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns.
-
-        Raises:
-            StorageFailed: the place could not be written, or an old checkpoint was removed meanwhile.
-        """
+        """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns."""
         name, place = kept_file(self._model, kept.id), self._places[-1]
         with self._keeping, self._local.using([kept.id]):
             place.put(name, pack_kept(kept))
@@ -515,11 +436,7 @@ class CheckpointStore:
                     logger.warning("%s", error)
 
     def release(self, kept: KeptVersion) -> None:
-        """Stop keeping a checkpoint. `remove_old` removes its files.
-
-        Raises:
-            PlaceFailed: a place could not be written.
-        """
+        """Stop keeping a checkpoint. `remove_old` removes its files."""
         self.hide(kept)
         try:
             with self._keeping:
@@ -541,11 +458,7 @@ class CheckpointStore:
         return [each for id, each in sorted(kept.items()) if id not in self._leaving]  # noqa: A001
 
     def kept(self) -> list[KeptVersion]:
-        """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`.
-
-        Raises:
-            StorageFailed: the place could not be read.
-        """
+        """The kept versions, oldest checkpoint first, without those whose record is damaged. See `verify`."""
         with self._keeping:
             if self._kept is None:
                 self._look_for_kept(self._kept_files(self._places[-1]))
@@ -587,11 +500,7 @@ class CheckpointStore:
             self._kept = {each: kept for each, kept in self._kept.items() if each != id}
 
     def manifest_of(self, id: str) -> Manifest:  # noqa: A002
-        """The manifest of the checkpoint with an id.
-
-        Raises:
-            StorageFailed: it is missing or damaged, or cannot be read at present.
-        """
+        """The manifest of the checkpoint with an id."""
         name, error = manifest_name(self._model, id), StorageFailed("")
         for place in self._places:
             try:
@@ -606,15 +515,11 @@ class CheckpointStore:
 
     # Removing.
 
-    def remove_old(self, keep: int, keep_seconds: float = 0.0, *, remote: bool = False) -> None:
+    def remove_old(self, keep: int, *, remote: bool = False) -> None:
         """Remove old checkpoints, and then files that no remaining one names, in the local or the remote place.
 
-        It keeps the newest `keep` checkpoints that are complete there, those written at most `keep_seconds`
-        before the newest, those of kept versions, and the last two that this process loaded or wrote, since the
-        log may begin after the older one. Files in use stay. Ages come from the clock of the place.
-
-        Raises:
-            StorageFailed: the place could not be read or written; the rest is removed next time.
+        It keeps the newest `keep` checkpoints that are complete there, those of kept versions, and the last two
+        that this process loaded or wrote, since the log may begin after the older one. Files in use stay.
         """
         place = self._remote if remote else self._local
         if place is None:
@@ -631,12 +536,10 @@ class CheckpointStore:
             if place is self._places[-1]:
                 self._look_for_kept(files_of_kept)
         ids_of_kept = {id_of(each.name) for each in files_of_kept}
-        newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
         whole, sound = _whole_of(place, listed), 0
         kept, old, unreadable = list[Manifest](), list[StoredFile](), False
         for each in reversed(manifests):
-            age = newest - (newest if each.modified is None else each.modified)
-            enough = sound >= max(1, keep) and (not keep_seconds or age > keep_seconds)
+            enough = sound >= max(1, keep)
             if enough and each.name not in self._used[place] and id_of(each.name) not in ids_of_kept:
                 old.append(each)
                 continue
@@ -652,7 +555,8 @@ class CheckpointStore:
         unnamed = [each for each in (*data, *unfinished) if each.name not in named and id_of(each.name)]
         with self._sharing:
             unnamed = [each for each in unnamed if not self._shared.uses(each.name)]
-        if remote:
+        if remote:  # Ages come from the clock of the place.
+            newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
             unnamed = [each for each in unnamed if each.modified and newest - each.modified > _YOUNG_SECONDS]
         for each in (*old, *(() if unreadable else unnamed)):
             if not self._in_use(each):
@@ -663,11 +567,7 @@ class CheckpointStore:
         return self._local.uses(name) or self._local.uses(id_of(name))
 
     def remove_all(self) -> None:
-        """Remove all checkpoints and folders from both places.
-
-        Raises:
-            StorageFailed: a place could not be read or written; the rest is removed next time.
-        """
+        """Remove all checkpoints and folders from both places."""
         with self._writing, self._copying:
             for place in self._places:
                 for folder in (KEPT, MANIFESTS, DATA):  # In this order, so that nothing names missing files.

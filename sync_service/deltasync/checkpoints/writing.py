@@ -99,10 +99,7 @@ class Subject(Protocol):
         """The model and its present views. On the model's thread; an error stops the checkpoint."""
 
     def small_records(self) -> Mapping[str, bytes]:
-        """Read the small log records that a service on another machine needs.
-
-        Called before the checkpoint's version is fixed, so that no record is newer.
-        """
+        """Read the small log records that a service on another machine needs, before the version is fixed."""
 
     def log_records(self, before: Manifest | None) -> Iterable[LogRecord]:
         """Read the log records that checkpoint `before` lacks; all records if it is None."""
@@ -158,11 +155,7 @@ class LayerFiles:
             self._filling = self._spare.pop() if self._spare else ChunkFile()
 
     def store(self) -> bool:
-        """Store the full files, and prepare an empty one. Return whether there were any.
-
-        Raises:
-            PlaceFailed: a file could not be stored.
-        """
+        """Store the full files, and prepare an empty one. Return whether there were any."""
         full = bool(self._full)
         for file in self._full:
             if file is None:
@@ -188,19 +181,9 @@ class LayerFiles:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint. Blocks.
+    """Writes one checkpoint. Blocks."""
 
-    Attributes:
-        files: the checkpoint's files.
-    """
-
-    def __init__(
-        self,
-        files: LayerFiles,
-        subject: Subject,
-        previous: Manifest | None,
-        limit: int,
-    ) -> None:
+    def __init__(self, files: LayerFiles, subject: Subject, previous: Manifest | None, limit: int) -> None:
         """See `CheckpointStore.write`."""
         self._files = files
         self._subject = subject

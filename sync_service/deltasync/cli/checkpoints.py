@@ -32,8 +32,7 @@ def checkpoint(model: str, service: Endpoint) -> None:
 @operator_options()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without --at, the service's answer.")
 @click.option("--at", "url", default="", metavar="URL", help="List all at a folder or URL, without a service.")
-@click.option("--check", is_flag=True, help="With --at: verify the checksums of all files.")
-def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: bool) -> None:
+def checkpoints(model: str, service: Endpoint, as_json: bool, url: str) -> None:
     """Show the newest checkpoint of MODEL, or of each model.
 
     \b
@@ -45,14 +44,11 @@ def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: b
     at URL   version of the newest checkpoint that is complete at the URL of `serve --checkpoints`
     why      why the last attempt to write or copy a checkpoint failed, or why old ones stay
 
-    With --at, show every checkpoint there with its name. The exit status is 1 if one is unreadable or, with
-    --check, damaged.
+    With --at, show every checkpoint there with its name. The exit status is 1 if one is unreadable.
     """
     if url:
-        _show_stored(url, model, check, as_json)
+        _show_stored(url, model, as_json)
         return
-    if check:
-        raise click.UsageError("--check needs --at URL")
     processes = EachProcess(service)
     lines = [each for each in processes.lines("/checkpoints", "model") if model in ("", each["model"])]
     print_missing(processes)
@@ -69,40 +65,30 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["model"], version, behind, seconds(line["age_seconds"]), *amounts, copied, line["reason"]
 
 
-def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
-    lines, problems = _stored(url, model, check)
-    if as_json:
-        say(*json_lines(lines))
-    else:
-        say(*(_stored_table(lines) if lines else [f"no checkpoints{f' of {model}' if model else ''} at {url}"]))
-    for problem in problems:
-        say(problem, err=True)
-    if problems:
-        raise SystemExit(1)
-
-
-def _stored_table(lines: list[dict[str, Any]]) -> list[str]:
-    return text_table(("model", "version", "age", "bytes", "new", "checkpoint"), map(_stored_row, lines))
-
-
-def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
-    amounts = size(line["bytes"]), size(line["new_bytes"])
-    return line["model"], line["version"], seconds(line["age_seconds"]), *amounts, line["name"]
-
-
-def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """The checkpoints at a place, and a message for each problem."""
+def _show_stored(url: str, model: str, as_json: bool) -> None:
     from deltasync.checkpoints.file_storage import Place
     from deltasync.checkpoints.store import CheckpointStore, models_of
 
     place, lines, problems = Place(url), list[dict[str, Any]](), list[str]()
     for name in models_of(place):
         if model in ("", name):
-            store = CheckpointStore(name, place)
-            stored = store.manifests()
-            problems += store.verify() if check else [*stored.problems, *stored.unreachable]
+            stored = CheckpointStore(name, place).manifests()
+            problems += [*stored.problems, *stored.unreachable]
             lines += [_stored_line(each) for each in stored.manifests]
-    return lines, list(dict.fromkeys(problems))
+    if as_json:
+        say(*json_lines(lines))
+    else:
+        titles = ("model", "version", "age", "bytes", "new", "checkpoint")
+        nothing = [f"no checkpoints{f' of {model}' if model else ''} at {url}"]
+        say(*(text_table(titles, map(_stored_row, lines)) if lines else nothing))
+    if problems:
+        say(*problems, err=True)
+        raise SystemExit(1)
+
+
+def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
+    amounts = size(line["bytes"]), size(line["new_bytes"])
+    return line["model"], line["version"], seconds(line["age_seconds"]), *amounts, line["name"]
 
 
 def _stored_line(manifest: "Manifest") -> dict[str, Any]:

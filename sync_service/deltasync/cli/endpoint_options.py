@@ -169,7 +169,7 @@ def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
     Args:
         changes: whether the command changes something; it then takes `--by`.
     """
-    return _endpoint_option(lambda _: _HTTP, _HTTP.words, *([_BY] if changes else []))
+    return _endpoint_option(_HTTP, *([_BY] if changes else []))
 
 
 def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F], Command]:
@@ -178,28 +178,14 @@ def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F],
     Args:
         default: the default address; None = the option is required.
     """
-    return _endpoint_option(lambda _: replace(_GRPC, default=default), _GRPC.words)
+    return _endpoint_option(replace(_GRPC, default=default))
 
 
-def either_options(subscribes: Callable[[dict[str, Any]], bool], when: str) -> Callable[[F], Command]:
-    """Like `operator_options`, for a command that changes something over HTTP, or else subscribes.
-
-    Args:
-        subscribes: decides from the other settings whether the command subscribes.
-        when: this condition in words.
-    """
-    words = f"{_HTTP.words} {when}: its gRPC address, HOST:PORT."
-    return _endpoint_option(lambda settings: _GRPC if subscribes(settings) else _HTTP, words, _BY)
-
-
-def _endpoint_option(
-    kind_of: Callable[[dict[str, Any]], _Kind], words: str, *options: Callable[[Command], Command]
-) -> Callable[[F], Command]:
+def _endpoint_option(kind: _Kind, *options: Callable[[Command], Command]) -> Callable[[F], Command]:
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
             credentials = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
-            kind = kind_of(settings)
             try:
                 endpoint = kind.of(_endpoint(settings.pop("service"), kind, credentials))
             except InvalidInput as error:
@@ -208,7 +194,7 @@ def _endpoint_option(
                 return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
-        service = _option("--service", words, show_default=kind_of({}).default or False)
+        service = _option("--service", kind.words, show_default=kind.default or False)
         every: list[Callable[[Command], Command]] = [service, *options, *_RIGHTS]
         for option in reversed(every):
             wrapped = option(wrapped)

@@ -258,7 +258,7 @@ class Admin:
             timeout_seconds: maximum duration.
 
         Returns:
-            Number of files and bytes of the complete backup.
+            The models of the complete backup with their versions, and the size of their checkpoints in bytes.
 
         Raises:
             InvalidInput: the path is relative or inside the data directory, or the folder is not empty.
@@ -276,8 +276,8 @@ class Admin:
             timeout_seconds: maximum duration.
 
         Returns:
-            A report for each model: the data that was read, and the damage. The last report, with an empty name,
-            is about data that belongs to no model.
+            A report for each model, and one with an empty name for the log: the data that was read, and the
+            damage.
         """
         return [each for lines in self._of_each("POST", "/fsck", timeout_seconds) for each in lines]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
+from deltasync.base.errors import DeltasyncError, InvalidInput, StorageFailed
 from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
@@ -81,22 +81,6 @@ def read_start(url: str, consumer: str) -> CheckpointStart | None:
         return None
     logger.warning("the replica starts empty: %s has no checkpoint for consumer %r", url, consumer)
     return None
-
-
-def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
-    """Read the newest checkpoint of a consumer's model: its name, and the rows of the consumer's replicas.
-
-    Raises:
-        InvalidInput: the URL's scheme is not supported, or its package is not installed.
-        NotFound: there is no such checkpoint.
-        StorageFailed: the checkpoint cannot be read, or is damaged.
-        Contradiction: the consumer's mode is `ids`.
-    """
-    for store, manifest in _manifests(url, consumer):
-        if start := _read(store, manifest, consumer):
-            return manifest.name, start
-        raise Contradiction(f"consumer {consumer!r} has mode ids: its replicas have no rows to compare")
-    raise NotFound(f"{url} has no checkpoint for consumer {consumer!r}")
 
 
 def _manifests(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Manifest]]":

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from numbers import Integral
@@ -53,6 +53,11 @@ class Seal:
         chained = before.checksum if before else 0
         text = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
         return replace(self, checksum=_checksum(text))
+
+
+def seal_of_record(record: Mapping[str, Any]) -> Seal:
+    """The seal that a record, made by `asdict`, describes."""
+    return Seal(**{**record, "whole": tuple(record["whole"])})
 
 
 class SealHistory(deque[Seal]):

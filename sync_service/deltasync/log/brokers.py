@@ -141,12 +141,7 @@ def _tls(options: BrokerOptions) -> ssl.SSLContext:
 
 
 class Brokers:
-    """The brokers, usable from any thread. A thread of its own runs the event loop in which logs write.
-
-    Attributes:
-        options: addresses and settings of the brokers.
-        loop: the event loop of the thread.
-    """
+    """The brokers, usable from any thread. A thread of its own runs the event loop in which logs write."""
 
     def __init__(self, options: BrokerOptions, name: str) -> None:
         """Connect under `name`, which the brokers show."""

@@ -7,37 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.errors import StorageFailed
 from deltasync.base.files import make_folder
 from deltasync.log.volume import refused
 
 # The remedy for a damaged or missing file.
 RESTORE = "restore a backup with deltasync restore, or start an empty data directory for a full resync"
 
-# The remedy for a command that reads or copies a data directory which a service uses.
-ASK_IT = "send the command to that service with --service, or stop it first"
-
 # The folder of checkpoints, in a data directory and in a backup.
 CHECKPOINTS = "checkpoints"
 
-# Only a complete backup has this file.
+# Every backup has this file.
 BACKUP_MARKER = "backup.json"
-# An incomplete backup has this file. A data directory has this log until `restore` is finished.
-UNFINISHED_BACKUP, UNFINISHED_LOG = "backup.json.new", "log.restoring"
+# A data directory has this log until `restore` is finished.
+UNFINISHED_LOG = "log.restoring"
 
 
-def lock_data_directory(data_dir: Path, otherwise: str = "give this one its own --data-dir") -> TextIO:
-    """Make the folder if it is missing, and lock it until the returned file is closed.
-
-    Raises:
-        StorageFailed: the folder cannot be made or written to, another service uses it, it is a backup, or it is
-            not completely restored.
-    """
+def lock_data_directory(data_dir: Path) -> TextIO:
+    """Make the folder if it is missing, and lock it until the returned file is closed."""
     if (data_dir / BACKUP_MARKER).exists():
         raise StorageFailed(f"{data_dir} is a backup: make a data directory from it with deltasync restore")
-    if (data_dir / UNFINISHED_BACKUP).exists():
-        raise StorageFailed(f"{data_dir} is an incomplete backup: choose another --data-dir")
-    lock = lock_folder(data_dir, otherwise)
+    lock = lock_folder(data_dir, "give this one its own --data-dir")
     if (data_dir / UNFINISHED_LOG).exists():
         lock.close()
         raise StorageFailed(
@@ -66,16 +56,6 @@ def lock_folder(data_dir: Path, otherwise: str) -> TextIO:
             f"{data_dir} cannot be locked: {error.strerror}: choose a --data-dir on a local disk, where locks work"
         ) from error
     return lock
-
-
-def check_is_data_directory(data_dir: Path) -> None:
-    """Check that a folder is a data directory.
-
-    Raises:
-        InvalidInput: it is not.
-    """
-    if not (data_dir / "log" / "data.mdb").is_file():
-        raise InvalidInput(f"{data_dir} is not a data directory: it has no log/data.mdb")
 
 
 @contextmanager

@@ -32,19 +32,10 @@ _MONITOR_SECONDS = 5.0
 
 
 class JetStreamLogs:
-    """The logs that this process has opened: a `Logs`. Any thread may call it; methods wait for brokers.
-
-    Attributes:
-        commits: time from each write to its acknowledgement.
-        accepted_risks: ways to lose acknowledged writes that the operator accepted, in words.
-    """
+    """The logs that this process has opened: a `Logs`. Any thread may call it; methods wait for brokers."""
 
     def __init__(self, options: BrokerOptions, process: str) -> None:
-        """Connect to the brokers, which show this process under the name `process`.
-
-        Raises:
-            StorageFailed: no broker can be used.
-        """
+        """Connect to the brokers, which show this process under the name `process`."""
         self._options = options
         self._brokers = Brokers(options, process)
         self._volume = BrokerVolume(options.words)
@@ -54,11 +45,7 @@ class JetStreamLogs:
         self._lock = threading.Lock()
 
     def of(self, model: str) -> LogStore:
-        """The log of a model that this process has opened.
-
-        Raises:
-            NotOwner: this process has not opened the model's log.
-        """
+        """The log of a model that this process has opened."""
         if log := self._open.get(model):
             return log
         raise NotOwner(f"model {model!r} is not in this process; try again")
@@ -73,11 +60,7 @@ class JetStreamLogs:
         return any(log.refusing for log in self._open.values())
 
     def open(self, model: str, owner: Owner) -> LogStore:
-        """Open a model's log, and make it if it is missing. Its previous owner can then no longer write to it.
-
-        Raises:
-            StorageFailed: brokers do not answer, or refuse the stream.
-        """
+        """Open a model's log, and make it if it is missing. Its previous owner can then no longer write to it."""
         subjects = LogSubjects(self._options.prefix, model)
         index, fence = self._brokers.run(self._take_over(subjects, owner))
         log = JetStreamStore(self._brokers, subjects, index, fence, self._volume)
@@ -107,19 +90,11 @@ class JetStreamLogs:
         return log.lost
 
     def known_models(self) -> list[str]:
-        """The models that have a log.
-
-        Raises:
-            StorageFailed: brokers do not answer.
-        """
+        """The models that have a log."""
         return self._brokers.run(self._models())
 
     def delete(self, model: str) -> None:
-        """Remove the log of a model with all its records.
-
-        Raises:
-            StorageFailed: brokers do not answer.
-        """
+        """Remove the log of a model with all its records."""
         subjects = LogSubjects(self._options.prefix, model)
         answer = self._brokers.run(self._brokers.ask(f"STREAM.DELETE.{subjects.stream}"))
         if answer.get("error", {}).get("code", 404) != 404:
@@ -147,11 +122,7 @@ class JetStreamLogs:
         return await self._indexed(subjects, fence.sequence), fence
 
     async def _make_stream(self, subjects: LogSubjects) -> None:
-        """Make the stream of a log, or check the one that exists.
-
-        Raises:
-            StorageFailed: the stream has lost acknowledged writes, or could.
-        """
+        """Make the stream of a log, or check the one that exists."""
         config = {
             "name": subjects.stream,
             "subjects": [subjects.subjects],

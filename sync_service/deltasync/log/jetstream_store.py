@@ -42,17 +42,7 @@ Gone = Callable[[int], list[tuple[str, int]]]
 
 
 class JetStreamStore:
-    """A `LogStore` of one model. Records are messages; dropped ones are purged.
-
-    Attributes:
-        subjects: the subjects of its messages.
-        shared: True, because another process may take the log over.
-        refusing: whether a write was refused for lack of room; cleared once there is room again.
-        capacity: maximum size of its rows in bytes.
-        volume: the brokers.
-        commits: time from each write to its acknowledgement.
-        queue: the writes that are not acknowledged yet.
-    """
+    """A `LogStore` of one model. Records are messages; dropped ones are purged."""
 
     def __init__(
         self, brokers: Brokers, subjects: LogSubjects, index: "Index", fence: Fence, volume: BrokerVolume
@@ -83,11 +73,7 @@ class JetStreamStore:
         return self._sender.trouble
 
     def check(self) -> None:
-        """Check that the brokers still have all acknowledged messages; if not, set `lost`. Blocks.
-
-        Raises:
-            StorageFailed: no broker answers.
-        """
+        """Check that the brokers still have all acknowledged messages; if not, set `lost`. Blocks."""
         self._brokers.run(self._sender.check())
 
     def close(self) -> None:
@@ -208,7 +194,7 @@ class JetStreamStore:
                 if self._index.messages_of(address) != sequences:
                     return None
             raise damaged(name_of(*address), _READ_ANEW)
-        whole = b"".join(piece for piece in pieces if piece is not None)
+        whole = b"".join(piece.payload for piece in pieces if piece)
         return without_checksum(key_of(*address), whole, name_of(*address), _READ_ANEW)
 
     # The methods below run in the writer's thread.
@@ -457,11 +443,7 @@ class Index:
         self.bytes += partial.bytes
 
     def add_note(self, note: bytes) -> None:
-        """Apply a note, which puts, drops or truncates records.
-
-        Raises:
-            StorageFailed: the note is of an unknown kind.
-        """
+        """Apply a note, which puts, drops or truncates records."""
         try:
             ((kind, content),) = json.loads(note).items()
             kinds: dict[str, Callable[[Any], None]]

@@ -106,10 +106,10 @@ class Sender:
         if self.lost or self._under_way or self._waiting or self._broken:
             return  # Appending checks it too.
         expected, landed = self.acknowledged, await self._landed()
-        message = await self._message(landed) if landed == expected else None
+        message = await self._read(landed) if landed == expected else None
         if self._under_way or self._waiting or self.acknowledged != expected:
             return  # Something was appended meanwhile.
-        if landed != expected or (message and message[1] != self._last_id):
+        if landed != expected or (message and message.id != self._last_id):
             self._break("")
             await self._sound.wait()
 
@@ -197,36 +197,28 @@ class Sender:
         if landed < self.acknowledged:
             self.lose(self._went_back(landed))
             return
-        last = await self._message(self.acknowledged)
-        if last and last[1] != self._last_id:
+        last = await self._read(self.acknowledged)
+        if last and last.id != self._last_id:
             self.lose(self._went_back(landed))
             return
         for sequence in range(self.acknowledged + 1, landed + 1):
-            subject, message = await self._message(sequence) or ("", "")
-            if message and self._under_way and message == self._under_way[0].id:
+            message = await self._read(sequence)
+            if message and self._under_way and message.id == self._under_way[0].id:
                 self._under_way[0].sequence = sequence
                 self._land()
-            elif subject == self._fences:
+            elif message and message.subject == self._fences:
                 self.lose(Fenced(f"another process has appended to stream {self._stream}: it is the owner now"))
                 return
             else:
-                self.acknowledged, self._last_id = sequence, message
+                self.acknowledged, self._last_id = sequence, message.id if message else ""
 
     async def _landed(self) -> int:
-        """The sequence of the stream's last message; -1 if the stream no longer exists.
-
-        Raises:
-            StorageFailed: no broker answers.
-        """
+        """The sequence of the stream's last message; -1 if the stream no longer exists."""
         info = await self._info()
         return int(info["state"]["last_seq"]) if info else -1
 
     async def _info(self) -> dict[str, Any] | None:
-        """Settings and state of the stream; None if it no longer exists.
-
-        Raises:
-            StorageFailed: no broker answers.
-        """
+        """Settings and state of the stream; None if it no longer exists."""
         answer = await self._brokers.ask(f"STREAM.INFO.{self._stream}")
         if "error" in answer:
             if answer["error"].get("code") == 404:
@@ -234,20 +226,8 @@ class Sender:
             raise StorageFailed(refused_by_brokers(self._stream, answer["error"]))
         return answer if answer["created"] == self._fence.created else None
 
-    async def _message(self, sequence: int) -> tuple[str, str] | None:
-        """Subject and id of a message of the stream; None if it was purged.
-
-        Raises:
-            StorageFailed: no broker answers.
-        """
-        answer = await self._brokers.ask(f"STREAM.MSG.GET.{self._stream}", {"seq": sequence})
-        if "error" in answer:
-            if answer["error"].get("code") == 404:
-                return None
-            raise StorageFailed(refused_by_brokers(self._stream, answer["error"]))
-        headers = base64.b64decode(answer["message"].get("hdrs", "")).decode(errors="replace")
-        lines = (line.partition(":") for line in headers.split("\r\n"))
-        return answer["message"]["subject"], next((value.strip() for key, _, value in lines if key == ID), "")
+    async def _read(self, sequence: int) -> "StoredMessage | None":
+        return await read_message(self._brokers, self._stream, sequence)
 
     def _went_back(self, landed: int) -> LogWentBack:
         what = "no longer exists" if landed < 0 else f"no longer has all messages up to {self.acknowledged}"
@@ -269,12 +249,7 @@ _LIMITS = {
 
 
 def unsafe(info: dict[str, Any], replicas: int) -> str:
-    """How a stream has lost acknowledged messages or could lose them, and what to do; empty if neither.
-
-    Args:
-        info: settings and state of the stream.
-        replicas: the number of brokers that must keep it.
-    """
+    """How a stream has lost acknowledged messages or could lose them, and what to do; empty if neither."""
     config = info["config"]
     name = config["name"]
     # The first message is the first owner's fence, which no owner removes.
@@ -377,11 +352,7 @@ class LogSubjects:
         return ".".join([self._rows_of(stream), *path, ">"])
 
     def parsed(self, subject: str) -> tuple[Address, int, int]:
-        """The record, the number of the piece and the count of pieces from a subject.
-
-        Raises:
-            StorageFailed: it is not the subject of a record.
-        """
+        """The record, the number of the piece and the count of pieces from a subject."""
         try:
             kind, *numbers = subject.removeprefix(f"{self._root}.rows.").split(".")
             number, part, index, piece, pieces = map(int, numbers)
@@ -410,12 +381,24 @@ def _read(name: str) -> str:
     return name.replace(_DOT, ".")
 
 
-async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | None:
-    """The payload of a message; None if no message has that sequence.
+@dataclass(frozen=True)
+class StoredMessage:
+    """A message of a stream. `payload` is empty if only headers were requested; `size` is that of the content."""
 
-    Raises:
-        LogUnavailable: brokers do not answer.
-    """
+    sequence: int
+    subject: str
+    id: str
+    payload: bytes
+    size: int
+
+    @property
+    def session(self) -> str:
+        """The session of the process that appended it, see `Fence`."""
+        return self.id.partition(".")[0]
+
+
+async def read_message(brokers: Brokers, stream: str, sequence: int) -> StoredMessage | None:
+    """Read a message; None if no message has that sequence."""
     # The stream's leader answers this request. Any broker with a copy may answer `DIRECT.GET`, even one that still
     # lacks the message, and none does if the leader cannot reach it.
     answer = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
@@ -423,26 +406,12 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | 
         if answer["error"].get("code") == 404:
             return None
         raise LogUnavailable(refused_by_brokers(stream, answer["error"]))
-    return base64.b64decode(answer["message"].get("data", ""))
-
-
-@dataclass(frozen=True)
-class StoredMessage:
-    """A message read from a stream.
-
-    Attributes:
-        sequence: its sequence.
-        subject: its subject, see `LogSubjects`.
-        session: session of the process that appended it, see `Fence`.
-        payload: its content; empty if only headers were requested.
-        size: size of the content in bytes.
-    """
-
-    sequence: int
-    subject: str
-    session: str
-    payload: bytes
-    size: int
+    message = answer["message"]
+    headers = base64.b64decode(message.get("hdrs", "")).decode(errors="replace")
+    lines = (line.partition(":") for line in headers.split("\r\n"))
+    payload = base64.b64decode(message.get("data", ""))
+    found = next((value.strip() for key, _, value in lines if key == ID), "")
+    return StoredMessage(sequence, message["subject"], found, payload, len(payload))
 
 
 async def messages(
@@ -452,9 +421,6 @@ async def messages(
 
     The sending broker may lag behind the others, or go away meanwhile. Message `last` must have one of these
     subjects: once it has arrived, all have.
-
-    Raises:
-        LogUnavailable: brokers do not send all messages.
     """
     reached, tries = 0, 0
     while reached < last:
@@ -475,11 +441,7 @@ async def messages(
 async def _sent(
     brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
 ) -> AsyncGenerator[StoredMessage]:
-    """Read messages from one broker, without an end. If it lags behind, some may be from before `first`.
-
-    Raises:
-        LogUnavailable: it stops sending, or skipped a message.
-    """
+    """Read messages from one broker, without an end. If it lags behind, some may be from before `first`."""
     from nats.errors import Error
 
     try:
@@ -503,8 +465,8 @@ async def _sent(
 def _stored(message: "Msg") -> StoredMessage:
     headers = message.headers or {}
     size = int(headers.get("Nats-Msg-Size", len(message.data)))
-    session = headers.get("Nats-Msg-Id", "").partition(".")[0]
-    return StoredMessage(int(message.metadata.sequence.stream), message.subject, session, message.data, size)
+    sequence, number = int(message.metadata.sequence.stream), headers.get(ID, "")
+    return StoredMessage(sequence, message.subject, number, message.data, size)
 
 
 async def _subscription(

@@ -20,12 +20,7 @@ _SMALLEST_PAGE = 4096
 
 
 def check_size(path: Path) -> None:
-    """Check that a file has all pages that its head names. LMDB itself checks the rest.
-
-    Raises:
-        StorageFailed: the file was cut short.
-        OSError: it cannot be read.
-    """
+    """Check that a file has all pages that its head names. LMDB itself checks the rest."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -39,24 +39,10 @@ _RECORDS, _META = b"records", b"meta"
 _READ_BYTES = 64 << 10  # One transaction reads about this much, or a single larger record.
 _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # LMDB needs less for that number of readers.
-# A commit slower than this is logged, at most once a minute.
-_SLOW_SECONDS, _SLOW_LOG_SECONDS = 1.0, 60.0
 
 
 class LmdbStore:
-    """A `LogStore` in a folder.
-
-    Attributes:
-        shared: False, because no other process can take it over.
-        refusing: whether a write was refused for lack of room; cleared once there is room again.
-        capacity: maximum size of its rows.
-        volume: the volume of its file.
-        commits: time that writes took to reach the disk.
-        queue: the writes that are not on disk yet.
-
-    Raises:
-        StorageFailed: the file is not a log, or is damaged.
-    """
+    """A `LogStore` in a folder."""
 
     def __init__(self, options: LogOptions) -> None:
         self.shared, self._options = False, options
@@ -65,7 +51,6 @@ class LmdbStore:
         self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
         self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
-        self._logged_slow = -_SLOW_LOG_SECONDS
         self._idle, self._reads = threading.Condition(), 0  # The environment may be closed only between reads.
         self._env: lmdb.Environment | None = None
         self._closed = False
@@ -263,7 +248,8 @@ class LmdbStore:
             for half in (batch[:middle], batch[middle:]):  # A failed write must not fail the others.
                 self._commit(half)
             return
-        self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
+        self.commits.add(time.monotonic() - begun)
+        self.volume.take(sum(size for _, _, size in batch))
         self.queue.end(batch)
         for _, done, _ in batch:
             done.set_result(None)
@@ -283,11 +269,7 @@ class LmdbStore:
         return False
 
     def _opened(self) -> lmdb.Environment:
-        """The environment, reopened if it had to be closed.
-
-        Raises:
-            StorageFailed: reopening failed.
-        """
+        """The environment, reopened if it had to be closed."""
         if self._env:
             return self._env
         try:
@@ -329,13 +311,6 @@ class LmdbStore:
         if env:
             env.close()
 
-    def _note_commit(self, seconds: float, size: int) -> None:
-        self.commits.add(seconds)
-        self.volume.take(size)
-        if seconds > _SLOW_SECONDS and time.monotonic() >= self._logged_slow + _SLOW_LOG_SECONDS:
-            self._logged_slow = time.monotonic()
-            logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
-
     def _fail(self, done: Future[None], size: int, error: Exception) -> None:
         if isinstance(error, StorageFailed):  # An earlier write was refused, and logged.
             done.set_exception(error)
@@ -351,11 +326,7 @@ class LmdbStore:
 
 
 def read_small_record(directory: Path, name: str) -> bytes | None:
-    """Read a small record of a log that is not open, without a change of any file; None if there is none.
-
-    Raises:
-        StorageFailed: the record is damaged, or the log cannot be opened.
-    """
+    """Read a small record of a log that is not open, without a change of any file; None if there is none."""
     file, key = directory / "data.mdb", name.encode()
     check_size(file)
     if not file.exists() or not file.stat().st_size:
@@ -415,7 +386,7 @@ _UNAVAILABLE = {
     lmdb.ReadersFullError: "too many processes read it: end some of them",
     lmdb.PanicError: "its disk refused a write, and it is being opened again: try again",
 }
-_OTHERWISE = "restart the service; check for damage with deltasync fsck --data-dir"
+_OTHERWISE = "restart the service, which reads the log again"
 _NOTHING_LOST = "no acknowledged write is lost"
 
 

@@ -13,7 +13,6 @@ import xxhash
 
 from deltasync.base.errors import StorageFailed
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.seal import Seal
 from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.log.data_directory import RESTORE
@@ -52,11 +51,7 @@ def key_of(stream: str, number: int, part: int, index: int) -> bytes:
 
 
 def address_of(key: bytes) -> tuple[str, int, int, int]:
-    """Stream, number, part and index from a record's key.
-
-    Raises:
-        StorageFailed: it is not the key of a record.
-    """
+    """Stream, number, part and index from a record's key."""
     name, address = key[: -_ADDRESS.size], key[-_ADDRESS.size :]
     try:
         if name.endswith(b"\0"):
@@ -72,11 +67,7 @@ def with_checksum(key: bytes, *payload: Buffer) -> bytes:
 
 
 def without_checksum(key: bytes, value: bytes, name: str, remedy: str = RESTORE) -> memoryview:
-    """The payload from a value of `with_checksum`.
-
-    Raises:
-        StorageFailed: key or payload have changed; the error names the record by `name`, with the remedy.
-    """
+    """The payload from a value of `with_checksum`."""
     payload = memoryview(value)[_CHECKSUM_BYTES:]
     if value[:_CHECKSUM_BYTES] != _checksum(key, payload):
         raise damaged(name, remedy)
@@ -104,11 +95,7 @@ def pack_json(record: Mapping[str, Any]) -> bytes:
 
 
 def unpack_json(record: bytes | memoryview) -> Any:
-    """Decode a record of `pack_json`.
-
-    Raises:
-        ValueError: it is not such a record.
-    """
+    """Decode a record of `pack_json`."""
     return json.loads(bytes(record))
 
 
@@ -119,50 +106,6 @@ def reading(name: str) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
         raise StorageFailed(f"the log's {name} is invalid ({error!r}): {RESTORE}") from error
-
-
-def seal_record(seal: Seal) -> dict[str, Any]:
-    """The record of a seal."""
-    record = {
-        "version": seal.version,
-        "step": seal.step,
-        "run": seal.run,
-        "run_started_unix_ns": seal.run_started_unix_ns,
-        "world_size": seal.world_size,
-        "rows": seal.rows,
-        "bytes": seal.bytes,
-        "log_bytes": seal.log_bytes,
-        "step_end_unix_ns": seal.step_end_unix_ns,
-        "sealed_unix_ns": seal.sealed_unix_ns,
-        "resync": seal.resync,
-        "whole": list(seal.whole),
-        "checksum": seal.checksum,
-    }
-    if seal.rollback_of is not None:
-        record |= {"rollback_of": seal.rollback_of, "accepts_any": seal.accepts_any}
-    return record | event_time_record(seal.event_time_unix_ns)
-
-
-def seal_of_record(record: Mapping[str, Any]) -> Seal:
-    """The seal that a record describes."""
-    return Seal(
-        version=record["version"],
-        step=record["step"],
-        run=record["run"],
-        run_started_unix_ns=record["run_started_unix_ns"],
-        world_size=record["world_size"],
-        rows=record["rows"],
-        bytes=record["bytes"],
-        log_bytes=record["log_bytes"],
-        step_end_unix_ns=record["step_end_unix_ns"],
-        sealed_unix_ns=record["sealed_unix_ns"],
-        resync=record["resync"],
-        whole=tuple(record["whole"]),
-        event_time_unix_ns=record.get("event_time_unix_ns"),
-        rollback_of=record.get("rollback_of"),
-        accepts_any=record.get("accepts_any", False),
-        checksum=record["checksum"],
-    )
 
 
 def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
@@ -181,11 +124,7 @@ def pack_layout(tables: Sequence[TableSpec], shards: Sequence[Shard]) -> bytes:
 
 
 def unpack_layout(record: memoryview) -> list[Shard]:
-    """Decode the shards from a record of `pack_layout`.
-
-    Raises:
-        ValueError, LookupError, TypeError: it is not such a record.
-    """
+    """Decode the shards from a record of `pack_layout`."""
     layout = unpack_json(record)
     tables = [spec_of_record(each) for each in layout["tables"]]
     return [Shard(tables[table], *block) for table, *block in layout["shards"]]
@@ -202,21 +141,13 @@ def layout_number(record: bytes) -> int:
 def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
     """Encode rows in pieces: a header, then the `Rows` message without a copy.
 
-    Args:
-        slot: number of the rows' shard in the layout, or of their table in a view.
-        rows: the rows.
-        layout: number of the layout with the shard; 0 = the slot belongs to a view.
+    `slot` is the number of the rows' shard in the layout; without a layout, of their table in a view.
     """
     return _HEADER.pack(FORMAT, slot, layout), *rows_pieces(rows)
 
 
 def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
-    """Decode a record of `pack_rows` as views of it; `shards_of` returns a layout's shards by its number.
-
-    Raises:
-        StorageFailed: the format is unknown.
-        ValueError, LookupError: the rows do not fit their shard.
-    """
+    """Decode a record of `pack_rows` as views of it; `shards_of` returns a layout's shards by its number."""
     form, slot, layout = _HEADER.unpack_from(record)
     if form != FORMAT:
         raise StorageFailed(
@@ -235,11 +166,7 @@ def pack_ids(ids: Ids) -> bytes:
 
 
 def unpack_ids(record: Buffer) -> Ids:
-    """Decode a record of `pack_ids` as a view of it.
-
-    Raises:
-        ValueError: it is not such a record.
-    """
+    """Decode a record of `pack_ids` as a view of it."""
     return np.frombuffer(record, ID_TYPE)
 
 
@@ -250,15 +177,15 @@ _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "relea
 
 
 def check_log(log: LogStore) -> None:
-    """Check that this version can read a log, and write the format into a new one.
-
-    Raises:
-        StorageFailed: another version wrote the log, or part of it is damaged.
-    """
-    check_format(log)
-    if not log.items(FORMAT_RECORD):
+    """Check that this version can read a log, and write the format into a new one."""
+    record = log.items(FORMAT_RECORD).get("")
+    if record is None:
+        if log.items("") or log.streams():
+            text = "an older version of deltasync wrote the log in a format that this version cannot read"
+            raise StorageFailed(f"{text}: {_START_EMPTY}")
         write_again(log).result()
         return
+    check_format_record(record)
     small = log.items("")
     for stream in log.streams():
         kind, _, name = stream.partition("/")
@@ -267,27 +194,8 @@ def check_log(log: LogStore) -> None:
                 pass
 
 
-def check_format(log: LogStore) -> None:
-    """Check that this version can read a log. An empty log passes.
-
-    Raises:
-        StorageFailed: another version wrote the log, or the record of the format is damaged.
-    """
-    record = log.items(FORMAT_RECORD).get("")
-    if record is None:
-        if log.items("") or log.streams():
-            text = "an older version of deltasync wrote the log in a format that this version cannot read"
-            raise StorageFailed(f"{text}: {_START_EMPTY}")
-        return
-    check_format_record(record)
-
-
 def check_format_record(record: bytes) -> None:
-    """Check the record of a log's format.
-
-    Raises:
-        StorageFailed: another version wrote the log.
-    """
+    """Check the record of a log's format."""
     with reading(f"record {FORMAT_RECORD}"):
         number = int(record)
     if number != FORMAT:
@@ -298,11 +206,7 @@ def check_format_record(record: bytes) -> None:
 
 
 def check_not_missing(checkpoints: Path) -> None:
-    """Check that there are no old checkpoints beside a new log.
-
-    Raises:
-        StorageFailed: there are.
-    """
+    """Check that there are no old checkpoints beside a new log."""
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
         text = f"{checkpoints} has checkpoints, but the log beside it is missing"
         raise StorageFailed(f"{text}: make a data directory from it with deltasync restore; or {_START_EMPTY}")

@@ -10,23 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltasync.base.errors import StorageFailed
+from deltasync.base.files import advice
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ADVICE = {
-    errno.ENOSPC: "make room on it",
-    errno.EDQUOT: "raise the quota of the service's user, or make room",
-    errno.EFBIG: "raise the limit on file size (ulimit -f), or use a file system that allows larger files",
-    errno.EROFS: "find out why it is mounted read-only, and mount it for writing",
-    errno.EACCES: "let the service's user write to it",
-    errno.EPERM: "let the service's user write to it",
-    errno.EIO: "look for errors of the device in the system log, and repair it; no acknowledged write is lost",
-    errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
-    errno.ENFILE: "raise the number of files that the system may have open (fs.file-max)",
-    errno.EEXIST: "move away the file or folder of that name",
-    errno.EISDIR: "move away the folder of that name",
-    errno.ENOTDIR: "move away the file of that name",
-}
-_OTHERWISE = "look for its errors in the system log"
 # LMDB reports a write that was cut short as an input/output error; less than this may be free at that time.
 _SLACK_BYTES = 1 << 20
 # Size of the write that `probe` tries. For larger writes it only compares the free room.
@@ -130,7 +116,7 @@ class Refusal:
         """The reason, the room and the remedy."""
         needed = f"the write needs {self.needed_bytes} bytes, " if self.needed_bytes else ""
         room = f"{needed}{self.free_bytes} {'' if needed else 'bytes '}are free"
-        return f"{self.reason} ({room}): {self.remedy or _ADVICE.get(self.number, _OTHERWISE)}"
+        return f"{self.reason} ({room}): {self.remedy or advice(self.number)}"
 
 
 class VolumeFailed(StorageFailed):
@@ -147,14 +133,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def refused(what: str, path: Path, error: Exception, needed_bytes: int = 0) -> VolumeFailed:
-    """Build the error for a refused write.
-
-    Args:
-        what: what the service cannot do, in words.
-        path: the file or the folder of the write.
-        error: the error of the write.
-        needed_bytes: size of the write.
-    """
+    """The error for a refused write of `needed_bytes` to a path; `what` the service cannot do, in words."""
     free, number = _free_bytes(path), _number_of(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number == errno.EIO and (cause := _cause(path, needed_bytes, free)):

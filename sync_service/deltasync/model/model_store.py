@@ -5,7 +5,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from deltasync.base.words import counted
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import RowBatch
-from deltasync.core.seal import Seal
+from deltasync.core.seal import Seal, seal_of_record
 from deltasync.core.table_form import spec_of_record, spec_record
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.data_directory import RESTORE
@@ -25,8 +25,6 @@ from deltasync.log.records import (
     name_of,
     pack_json,
     reading,
-    seal_of_record,
-    seal_record,
     unpack_json,
     unpack_layout,
     unpack_rows,
@@ -293,9 +291,7 @@ class ModelStore:
         Raises:
             StorageFailed: the log could not be written.
         """
-        written = [
-            self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal))) for seal in seals
-        ]
+        written = [self._log.append(self._seals, seal.version, 0, 0, pack_json(asdict(seal))) for seal in seals]
         for each in written:
             each.result()
 
@@ -362,7 +358,7 @@ class ModelStore:
         Once the future is done, the seal and these writes are on disk and part of the history.
         """
         self._replace()  # A cut without a row has written nothing yet.
-        record, after = pack_json(seal_record(seal)), [*self._replacing, *after]
+        record, after = pack_json(asdict(seal)), [*self._replacing, *after]
         return self._log.append(self._seals, seal.version, 0, 0, record, after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:

@@ -15,21 +15,19 @@ from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.manifest import Manifest, TableEntry, TableKey
-from deltasync.checkpoints.salvage import LostRows, salvage
+from deltasync.checkpoints.salvage import salvage
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.changes import Stamps
 from deltasync.core.position import line_of
 from deltasync.core.rows import Ids
-from deltasync.core.seal import Seal
+from deltasync.core.seal import Seal, seal_of_record
 from deltasync.core.stamped_table import StampedTable
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
-from deltasync.log.records import reading, seal_of_record, unpack_json
+from deltasync.log.records import reading, unpack_json
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, key_of, published_rows
 from deltasync.model.model_store import ModelStore
-
-NOTHING_LOST = LostRows({}, ())
 
 
 class RowsLost(StorageFailed):
@@ -76,7 +74,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._tables = tables
         self._views = views
-        self._lost = NOTHING_LOST
+        self._missing = dict[TableKey, Ids]()
 
     def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
         """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
@@ -123,8 +121,8 @@ class Recovery:
         """
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
-        lost = {key.name: ids for key, ids in self._lost.rows.items() if key.owner == MODEL_OWNER}
-        self._tables.begin_at(next((seal for seal in seals if seal.version == version), None), lost)
+        missing_ids = {key.name: ids for key, ids in self._missing.items() if key.owner == MODEL_OWNER}
+        self._tables.begin_at(next((seal for seal in seals if seal.version == version), None), missing_ids)
         for each in self._views:
             each.replay(version)
         for seal in missing:
@@ -219,7 +217,7 @@ class Recovery:
         return True
 
     def _salvage_best(self, damaged: Sequence[Manifest]) -> Manifest | None:
-        """Load the damaged checkpoint that has lost the fewest rows; None if none can be loaded."""
+        """Load the damaged checkpoint that lacks the fewest rows; None if none can be loaded."""
         best, fewest = None, 0
         for manifest in damaged:
             lost = self._salvage(manifest)
@@ -231,16 +229,17 @@ class Recovery:
 
     def _salvage(self, manifest: Manifest) -> int | None:
         """Load the sound part of a checkpoint. Return the number of lost rows; None if it cannot be loaded."""
-        tables = self._begin(manifest)
+        tables, problems = self._begin(manifest), list[str]()
+        selected = [tables.get(entry.key) for entry in manifest.tables]
         try:
-            self._lost = salvage(self._checkpoints, manifest, [tables.get(entry.key) for entry in manifest.tables])
+            self._missing = salvage(self._checkpoints, manifest, selected, problems)
         except CheckpointDamaged as error:
             self._note_problem(str(error))
             return None
-        for problem in self._lost.problems:
+        for problem in problems:
             if not any(problem in known for known in self.problems):
                 self._note_problem(problem)
-        dirty, incomplete = dict[TableKey, tuple[Ids, Stamps]](), {key.owner for key in self._lost.rows}
+        dirty, incomplete = dict[TableKey, tuple[Ids, Stamps]](), {key.owner for key in self._missing}
         try:
             dirty = self._checkpoints.dirty(manifest)
         except CheckpointDamaged:
@@ -249,7 +248,7 @@ class Recovery:
             each.restored(dirty)
             if each.owner in incomplete:
                 each.lose(f"the checkpoint of version {manifest.version} has lost rows of it")
-        return sum(map(len, self._lost.rows.values()))
+        return sum(map(len, self._missing.values()))
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
         """Make all tables of the model and its views, empty.
@@ -257,7 +256,7 @@ class Recovery:
         Returns:
             The tables for which the checkpoint has rows, by its keys.
         """
-        self._lost = NOTHING_LOST
+        self._missing = {}
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._views:
             each.let_go()

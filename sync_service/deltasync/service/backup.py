@@ -1,72 +1,41 @@
-"""Backups: a checkpoint of each model, the kept versions that consumers follow, and a marker that is written last.
+"""Backups: a checkpoint of each model, the kept versions that consumers follow, and a marker.
 
 checkpoints/...    files of checkpoints, see `checkpoints.manifest`
-backup.json        the marker: the names of the manifests, and the other small records; written last
-backup.json.new    exists while the backup is being made
+backup.json        the marker, written first without manifests, and at the end with the names of all manifests
 """
 
 import asyncio
 import contextlib
-import json
-import shutil
-import time
 import uuid
-from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, StorageFailed
 from deltasync.base.events import EventKind, Events
 from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
-from deltasync.checkpoints.file_storage import DEADLINE_SECONDS, UNFINISHED, Place, StoredFile
-from deltasync.checkpoints.kept_version import KeptVersion, kept_file, pack_kept
-from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.file_storage import DEADLINE_SECONDS, UNFINISHED, Place
+from deltasync.checkpoints.kept_version import kept_file, pack_kept
+from deltasync.checkpoints.manifest import Manifest, pack_checked, unpack_checked
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.follow import follow_of_record
-from deltasync.log.data_directory import (
-    BACKUP_MARKER,
-    CHECKPOINTS,
-    UNFINISHED_BACKUP,
-    check_is_data_directory,
-    for_owner_only,
-    lock_data_directory,
-)
+from deltasync.log.data_directory import BACKUP_MARKER, CHECKPOINTS
 from deltasync.log.records import reading, unpack_json
-from deltasync.service.checkpoints import Checkpoints, records_of_others
+from deltasync.service.checkpoints import Check, Checkpoints, records_of_others, unless_left
 from deltasync.service.models import Models
-from deltasync.service.options import ServiceOptions
-from deltasync.service.service import Service
 
-FORMAT = 1
-# How long to wait until an interrupted backup ends. Silent storage must not keep the process longer.
+# Silent storage must not keep the process longer.
 _LONGEST_END_SECONDS = 5.0
-# The remedy for a damaged backup.
-ANOTHER = "use another backup, or make a new one if the service still runs"
-
-Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Backup:
-    """The content of a backup.
+    """The models of a complete backup with their versions, and the size of their checkpoints."""
 
-    Attributes:
-        manifests: file of each model's manifest.
-        others: small records that belong to no model, by name.
-        files: number of files, without the marker.
-        bytes: size of these files.
-        made_unix_ns: when it was completed, nanoseconds since 1970.
-    """
-
-    manifests: Mapping[str, str]
-    others: Mapping[str, str]
-    files: int
+    models: Mapping[str, int]
     bytes: int
-    made_unix_ns: int
 
 
 class BackupPlace:
@@ -78,123 +47,59 @@ class BackupPlace:
     """
 
     def __init__(self, url: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        """Use a folder or URL. See `Place` for the deadline.
-
-        Raises:
-            InvalidInput: no file system supports the URL.
-        """
-        self.url, self._folder = url, _folder_of(url)
+        """Use a folder or URL. See `Place` for the deadline."""
+        self.url, self._id = url, uuid.uuid4().hex
         self._place = Place(url, deadline_seconds=deadline_seconds)
         self.checkpoints = Place(f"{url.rstrip('/')}/{CHECKPOINTS}", deadline_seconds=deadline_seconds)
-        self._id = uuid.uuid4().hex.encode()
 
     def begin(self) -> None:
-        """Mark the place as unfinished, and remove the files of an earlier unfinished backup.
-
-        Raises:
-            InvalidInput: it contains other files.
-            StorageFailed: it cannot be read or written.
-        """
-        self.check_empty()
-        self._place.put(UNFINISHED_BACKUP, self._id)
+        """Mark the place as incomplete, and remove the files of an earlier incomplete backup."""
+        # A marker of which only a part was written counts as none.
+        names = {each.name for each in self._place.names("")} - {BACKUP_MARKER + UNFINISHED}
+        incomplete = {BACKUP_MARKER} <= names <= {BACKUP_MARKER, CHECKPOINTS} and not self._is_complete()
+        if names and not incomplete:
+            raise InvalidInput(f"{self.url} is not empty: choose a new or an empty place")
+        self._write(None)
         self._remove_files()
 
-    def check_empty(self) -> None:
-        """Check that the place is empty, or contains only an unfinished backup.
-
-        Raises:
-            InvalidInput: it contains other files.
-            StorageFailed: it cannot be read.
-        """
-        names = self._names()
-        if names and (UNFINISHED_BACKUP not in names or names - {UNFINISHED_BACKUP, CHECKPOINTS}):
-            raise InvalidInput(f"{self.url} is not empty: choose a new or an empty place")
-
-    def check_own(self) -> None:
-        """Check that no other backup was begun in the same place.
-
-        Raises:
-            StorageFailed: another backup was begun there.
-        """
-        if UNFINISHED_BACKUP not in self._names() or self._place.get(UNFINISHED_BACKUP) != self._id:
+    def complete(self, manifests: Sequence[Manifest], others: Mapping[str, bytes]) -> None:
+        """Mark the backup as complete. `others` are small records that belong to none of its models."""
+        if self._marker()["id"] != self._id:
             raise StorageFailed(f"{self.url}: another backup was begun there: use a separate place for each")
-
-    def complete(
-        self, manifests: Mapping[str, Manifest], expected: Set[str], others: Mapping[str, bytes]
-    ) -> Backup:
-        """Mark the backup as complete. `expected` are the names of its files.
-
-        Raises:
-            StorageFailed: it cannot be written, or another backup was begun there.
-        """
-        files = {each.name: each.bytes for each in self._files()}
-        if strange := files.keys() ^ expected:
-            raise StorageFailed(f"{self.url}: another program added or removed {min(strange)} during the backup")
-        backup = Backup(
-            {model: each.name for model, each in manifests.items()},
-            {name: value.decode("latin-1") for name, value in others.items()},
-            len(files),
-            sum(files.values()),
-            time.time_ns(),
-        )
-        content = asdict(backup)
-        marker = {"format": FORMAT, "digest": _digest(content), "content": content}
-        self.check_own()
-        self._place.put(BACKUP_MARKER, json.dumps(marker, indent=1).encode())
-        self._place.remove(UNFINISHED_BACKUP)
-        return backup
+        self._write([each.name for each in manifests], others)
 
     def abandon(self) -> None:
-        """Remove all files of the backup, unless another backup was begun there.
+        """Remove all files of the backup, unless another one was begun there."""
+        if self._marker()["id"] == self._id:
+            self._remove_files()
+            self._place.remove(BACKUP_MARKER)
 
-        Raises:
-            StorageFailed: something could not be removed.
-        """
-        self.check_own()
-        self._remove_files()
-        self._place.remove(UNFINISHED_BACKUP)
-
-    def read(self) -> Backup | None:
-        """Read the marker of a complete backup; None if the place has no backup.
-
-        Raises:
-            StorageFailed: the backup is not complete, is damaged, or was made by a later version.
-        """
-        names = self._names()
-        if BACKUP_MARKER not in names:
-            if UNFINISHED_BACKUP in names:
-                raise StorageFailed(
-                    f"{self.url}: the backup is incomplete: wait if it is still being made, or make it again"
-                )
+    def read(self) -> tuple[list[str], dict[str, bytes]] | None:
+        """The names of a backup's manifests, and its small records; None if the place has no backup."""
+        if BACKUP_MARKER not in {each.name for each in self._place.names("")}:
             return None
-        where = f"{self.url.rstrip('/')}/{BACKUP_MARKER}"
-        try:
-            marker = json.loads(self._place.get(BACKUP_MARKER))
-            if marker["format"] > FORMAT:
-                text = f"{where} is of format {marker['format']}, this version reads {FORMAT}: update deltasync"
-                raise StorageFailed(text)
-            if marker["digest"] != _digest(marker["content"]):
-                raise ValueError("its content does not match its digest")
-            return Backup(**marker["content"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageFailed(f"{where} is damaged ({error!r}): {ANOTHER}") from error
+        if not self._is_complete():
+            raise StorageFailed(
+                f"{self.url}: the backup is incomplete: wait if it is still being made, or make it again"
+            )
+        marker = self._marker()
+        return marker["manifests"], {name: value.encode("latin-1") for name, value in marker["others"].items()}
 
-    def _names(self) -> set[str]:
-        """The names in the place. A marker that was only half written counts as an unfinished backup."""
-        names = {each.name for each in self._place.names("")}
-        cut_short = names & {BACKUP_MARKER + UNFINISHED, UNFINISHED_BACKUP + UNFINISHED}
-        return names - cut_short | ({UNFINISHED_BACKUP} if cut_short else set())
+    def _write(self, manifests: Sequence[str] | None, others: Mapping[str, bytes] | None = None) -> None:
+        small = {name: value.decode("latin-1") for name, value in (others or {}).items()}
+        marker = {"id": self._id, "manifests": manifests, "others": small}
+        self._place.put(BACKUP_MARKER, pack_checked(marker))
+
+    def _is_complete(self) -> bool:
+        return self._marker()["manifests"] is not None
+
+    def _marker(self) -> dict[str, Any]:
+        return unpack_checked(f"{self.url.rstrip('/')}/{BACKUP_MARKER}", self._place.get(BACKUP_MARKER))
 
     def _remove_files(self) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
-        for each in self._files():
-            self.checkpoints.remove(each.name)
-
-    def _files(self) -> list[StoredFile]:
-        models = self.checkpoints.names("")
-        folders = [folder for each in models for folder in self.checkpoints.names(each.name)]
-        return [file for folder in folders for file in self.checkpoints.names(folder.name)]
+        for each in self.checkpoints.names(""):
+            CheckpointStore(each.name, self.checkpoints).remove_all()
+        self._place.remove_folder(CHECKPOINTS)
 
 
 class Backups:
@@ -203,21 +108,12 @@ class Backups:
     def __init__(
         self, models: Models, checkpoints: Checkpoints, data_dir: Path, events: Events, draining: asyncio.Event
     ) -> None:
-        self._models = models
-        self._checkpoints = checkpoints
-        self._data_dir = data_dir
-        self._events, self._draining = events, draining
+        self._models, self._checkpoints = models, checkpoints
+        self._data_dir, self._events, self._draining = data_dir, events, draining
         self._making = asyncio.Lock()
 
     async def make(self, url: str, by: str) -> Backup:
-        """Copy all data of the service to a new or empty place; `by` names the caller. Cuts and releases continue.
-
-        Raises:
-            InvalidInput: the path is relative or inside the data directory, or the place is not empty.
-            Contradiction: another backup is being made, or the service shares its log with other processes.
-            ServiceUnavailable: models are still recovering, or the service is shutting down.
-            StorageFailed: something could not be read or written.
-        """
+        """Copy all data of the service to a new or empty place, while cuts go on; `by` names the caller."""
         if self._models.storage.shared:
             raise Contradiction(
                 "a cluster needs no backup: its checkpoints are at the URL of --checkpoints, from which "
@@ -228,131 +124,86 @@ class Backups:
             raise Contradiction("another backup is being made: wait until it ends")
         async with self._making:
             _check_url(url, self._data_dir)
+            place = BackupPlace(url, self._models.storage.deadline_seconds)
             try:
-                backup = await self._make(BackupPlace(url, self._models.storage.deadline_seconds))
+                backup = await unless_left(
+                    lambda check: self._fill(place, check), self._draining, end_seconds=_LONGEST_END_SECONDS
+                )
             except StorageFailed as error:
                 self._events.emit(EventKind.FAILED, "a backup could not be made", error, directory=url, by=by)
                 raise
-        text = f"{counted(backup.files, 'file')}, {counted(backup.bytes, 'byte')}"
-        self._events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
+        models = ", ".join(f"{name} at version {version}" for name, version in backup.models.items())
+        self._events.emit(
+            EventKind.BACKED_UP, f"{models or 'no model'}, {counted(backup.bytes, 'byte')}", directory=url, by=by
+        )
         return backup
 
-    async def _make(self, place: BackupPlace) -> Backup:
-        await in_own_thread(place.begin)
-        left = False
-
-        def check() -> None:
-            place.check_own()
-            if left or self._draining.is_set():
-                raise ServiceUnavailable("the caller disconnected, or the service is shutting down")
-
-        making = asyncio.create_task(self._fill(place, check))
-        try:
-            return await asyncio.shield(making)
-        except BaseException:
-            left = True
-            await asyncio.wait({making}, timeout=_LONGEST_END_SECONDS)
-            making.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
-            with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
-                if making.done():
-                    await in_own_thread(place.abandon)
-            raise
-
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
-        manifests, files = dict[str, Manifest](), set[str]()
-        self._check_recovered()  # A model may have failed since the first check; the backup must not leave it out.
-        for name in sorted(self._models):
-            store = self._models.model(name).checkpoints
-            manifest = manifests[name] = await self._checkpoints.write(name)
-            await in_own_thread(check)
-            files |= await in_own_thread(_copy, store, manifest, place.checkpoints, check)
-        others = await in_own_thread(self._others, manifests)
-        await in_own_thread(check)
-        return await in_own_thread(place.complete, manifests, files, others)
+        await in_own_thread(place.begin)
+        try:
+            manifests = list[Manifest]()
+            self._check_recovered()  # A model may have failed meanwhile; the backup must not leave it out.
+            for name in sorted(self._models):
+                store = self._models.model(name).checkpoints
+                manifests.append(await self._checkpoints.write(name))
+                check()
+                await in_own_thread(_copy, store, manifests[-1], place.checkpoints, check)
+            models = {each.model: each.version for each in manifests}
+            others = await in_own_thread(self._others, models)
+            check()
+            await in_own_thread(place.complete, manifests, others)
+            return Backup(models, sum(each.bytes for each in manifests))
+        except DeltasyncError:
+            with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
+                await in_own_thread(place.abandon)
+            raise
 
     def _check_recovered(self) -> None:
         for model in self._models.recovering:
             self._models.check_recovered(model)
 
-    def _others(self, manifests: Mapping[str, Manifest]) -> dict[str, bytes]:
+    def _others(self, models: Mapping[str, int]) -> dict[str, bytes]:
         logs = self._models.storage.logs.each()
-        return {name: value for log in logs for name, value in records_of_others(log, manifests).items()}
+        return {name: value for log in logs for name, value in records_of_others(log, models).items()}
 
 
-def followed_versions(manifest: Manifest) -> dict[str, list[KeptVersion]]:
-    """The kept versions that the consumers in a checkpoint follow, by the consumer's name.
+def _copy(store: CheckpointStore, manifest: Manifest, place: Place, check: Check) -> None:
+    if lacking := copy_followed(store, manifest, place, check):
+        raise StorageFailed(
+            f"{lacking[0][1]} of model {manifest.model!r} was released meanwhile: make the backup again"
+        )
+    store.copy(manifest, place, check)
 
-    Raises:
-        StorageFailed: the record of a consumer is damaged.
+
+def copy_followed(
+    store: CheckpointStore, manifest: Manifest, place: Place, check: Check = lambda: None
+) -> list[tuple[str, str]]:
+    """Copy the kept versions that the consumers in a checkpoint follow.
+
+    Return each consumer whose version is gone, with that version in words.
     """
-    versions = dict[str, list[KeptVersion]]()
+    there, lacking = {each.id for each in store.kept()}, list[tuple[str, str]]()
     for name, record in manifest.small.items():
         kind, _, consumer = name.partition("/")
         if kind == "consumer":
             with reading(f"record {name} of checkpoint {manifest.name}"):
                 follows = follow_of_record(unpack_json(record))
-            versions[consumer] = follows.versions if follows else []
-    return versions
-
-
-def _copy(store: CheckpointStore, manifest: Manifest, place: Place, check: Check) -> set[str]:
-    """Copy a checkpoint, and the kept versions that its consumers follow. Return the names of the files."""
-    kept = {each.id: each for versions in followed_versions(manifest).values() for each in versions}
-    manifests = [*(store.manifest_of(each) for each in kept), manifest]
-    # Begin before the first copy, because a consumer may go on and its version be released.
-    with store.using(*manifests):
-        for each in manifests:
-            store.copy(each, place, check)
-    for version in kept.values():
-        place.put(kept_file(manifest.model, version.id), pack_kept(version))
-    names = {each.name for each in manifests} | {kept_file(manifest.model, each) for each in kept}
-    return names | {file.name for each in manifests for file in each.files}
-
-
-@for_owner_only()
-def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
-    """Back up a data directory that no service uses. It is locked during the backup.
-
-    Raises:
-        InvalidInput: the folder is not a data directory, or the place is not empty.
-        StorageFailed: a service uses it, a file in it is damaged, or a file cannot be read or written.
-    """
-    check_is_data_directory(data_dir)
-    url = str(url) if "://" in str(url) else str(Path(url).absolute())
-    BackupPlace(url).check_empty()
-    lock_data_directory(data_dir, "stop it, or back it up while it runs, without --data-dir").close()
-
-    async def back_up() -> Backup:
-        async with asyncio.TaskGroup() as tasks:
-            service = Service(ServiceOptions(data_dir=data_dir), tasks)
-            try:
-                await service.recovery.all(patient=False)
-                backups = Backups(service.models, service.checkpoints, data_dir, service.events, service.draining)
-                return await backups.make(url, "deltasync backup --data-dir")
-            finally:
-                await service.drain()
-
-    try:
-        return asyncio.run(back_up())
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+            for each in follows.versions if follows else ():
+                if each.id not in there:
+                    lacking.append((consumer, each.words))
+                    continue
+                store.copy(store.manifest_of(each.id), place, check)
+                place.put(kept_file(manifest.model, each.id), pack_kept(each))
+    return lacking
 
 
 def _check_url(url: str, data_dir: Path) -> None:
     if "\0" in url:
         raise InvalidInput(f"{url!r}: a URL must not contain a null character")
-    if (folder := _folder_of(url)) is None:
+    if "://" in url and not url.startswith("file://"):
         return
+    folder = Path(url.removeprefix("file://"))
     if not folder.is_absolute():
         raise InvalidInput(f"{url}: expected an absolute path on the service's machine, or a URL")
     if folder.resolve().is_relative_to(data_dir.resolve()):
         raise InvalidInput(f"{url} is inside the data directory {data_dir}: choose a place outside of it")
-
-
-def _folder_of(url: str) -> Path | None:
-    """The folder that a URL names; None if it names object storage."""
-    return Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
-
-
-def _digest(content: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

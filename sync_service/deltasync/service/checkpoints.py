@@ -25,6 +25,7 @@ from deltasync.views.log import view_name
 from deltasync.views.registry import ViewRegistry
 
 T = TypeVar("T")
+Check = Callable[[], None]
 # The pause after a failure doubles up to `checkpoint_seconds`. The first one also separates checkpoints while the
 # log is full.
 _FIRST_PAUSE_SECONDS = 5.0
@@ -101,12 +102,7 @@ class Checkpoints:
         self._silent = bool(remote and trouble)
 
     async def make(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, and copy it.
-
-        Raises:
-            NotCopied: it could not be copied to the service's URL.
-            DeltasyncError: see `write`.
-        """
+        """Write a checkpoint of a model now, and copy it."""
         manifest = await self.write(name)
         model = self._models.model(name)
         if self._lacks_copy(self._state(model)):
@@ -114,13 +110,7 @@ class Checkpoints:
         return manifest
 
     async def write(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, in the data directory alone.
-
-        Raises:
-            NotFound: there is no such model, or it has no published version.
-            StorageFailed: the checkpoint could not be written.
-            ServiceUnavailable: the model is recovering or has moved, or the service is shutting down.
-        """
+        """Write a checkpoint of a model now, in the data directory alone."""
         model = self._models.model(name)
         return await self._write(model, self._state(model))
 
@@ -159,7 +149,7 @@ class Checkpoints:
                 if model.seals.newest is None:
                     raise NotFound(f"model {model.name!r} has no published version to write")
                 await self._registry.offsets_written(model.log)
-                views, small = partial(self._views.of_model, model), partial(_small_records, model)
+                views, small = partial(self._views.of_model, model), partial(small_records, model.log, model.name)
                 manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
@@ -184,9 +174,8 @@ class Checkpoints:
 
     async def _remove_old(self, model: Model, state: "_State", *, remote: bool) -> None:
         """Remove older checkpoints. The newest one is complete even if this fails."""
-        keep = self._options.keep_checkpoints, self._options.keep_checkpoints_seconds
         try:
-            await in_own_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))
+            await in_own_thread(model.checkpoints.remove_old, self._options.keep_checkpoints, remote=remote)
         except StorageFailed as error:
             state.left_behind = f"old checkpoints could not be removed: {error}"
             text = "old checkpoints could not be removed; the service tries again after the next one"
@@ -209,30 +198,15 @@ class Checkpoints:
         work.note(None)
 
     async def _unless_left(
-        self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]], *, may_hang: bool = False
+        self, model: Model, work: Callable[[Check], Awaitable[T]], *, may_hang: bool = False
     ) -> T:
-        """Run work with a check to call regularly, which raises once the result is no longer needed."""
-        left = False
+        """See `unless_left`; work also ends once the model leaves this process."""
 
         def check() -> None:
-            if left:
-                raise ServiceUnavailable("the caller disconnected")
-            if self._draining.is_set():
-                raise ServiceUnavailable("the service is shutting down")
             if self._models.get(model.name) is not model:
                 raise ServiceUnavailable(f"model {model.name!r} has left this process")
 
-        doing = asyncio.ensure_future(work(check))
-        try:
-            return await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            left = True
-            # At the end of the service, storage that does not answer must not keep the process. Such work then
-            # leaves what a crash would leave.
-            ending = [self._draining.wait()] if may_hang else []
-            await first_of(*ending, tasks=[doing], seconds=None)
-            doing.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
-            raise
+        return await unless_left(work, self._draining, check, may_hang=may_hang)
 
     async def _truncate_log(
         self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool
@@ -256,32 +230,51 @@ class Checkpoints:
                     coordinator.note_room()
 
 
-def _small_records(model: Model) -> dict[str, bytes]:
-    """The small records in a checkpoint of a model."""
-    return records_of_consumers(model.log, model.name) | records_of_model(model.log, model.name)
+async def unless_left(
+    work: Callable[[Check], Awaitable[T]],
+    draining: asyncio.Event,
+    check: Check = lambda: None,
+    *,
+    may_hang: bool = False,
+    end_seconds: float | None = None,
+) -> T:
+    """Run work with a check to call regularly, which raises once the result is no longer needed.
+
+    Args:
+        work: the work.
+        draining: set at shutdown.
+        check: another such check.
+        may_hang: whether the work waits for storage that may not answer. It then must not keep the process at
+            shutdown, and leaves what a crash would leave.
+        end_seconds: how long a caller that is cancelled waits for the end of the work.
+    """
+    left = False
+
+    def check_all() -> None:
+        if left:
+            raise ServiceUnavailable("the caller disconnected")
+        if draining.is_set():
+            raise ServiceUnavailable("the service is shutting down")
+        check()
+
+    doing = asyncio.ensure_future(work(check_all))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        left = True
+        await first_of(*([draining.wait()] if may_hang else []), tasks=[doing], seconds=end_seconds)
+        doing.add_done_callback(lambda each: each.cancelled() or each.exception())  # Nobody waits for it.
+        raise
 
 
-def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
-    """The records of a model's consumers, of their views and of the offsets of their replicas."""
-    names = [name for name, of_model in models_of_consumers(log).items() if of_model == model]
-    found = {each: log.items(each).get("") for name in names for each in (f"consumer/{name}", view_name(name))}
-    offsets = {
-        each + rest: value
-        for each in (f"offset/{name}/" for name in names)
-        for rest, value in log.items(each).items()
-    }
-    return {name: value for name, value in found.items() if value is not None} | offsets
-
-
-def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:
-    """The records of a model, and of its pending and finished deletes."""
-    found = {each: log.items(each).get("") for each in (f"model/{model}", f"quarantine/{model}")}
-    deletes = {
-        each + rest: value
-        for each in (f"delete/{model}/", f"deleted/{model}/")
-        for rest, value in log.items(each).items()
-    }
-    return {name: value for name, value in found.items() if value is not None} | deletes
+def small_records(log: LogStore, model: str) -> dict[str, bytes]:
+    """The small records in a checkpoint: of a model, its deletes, its consumers, and their views and offsets."""
+    consumers = [name for name, of_model in models_of_consumers(log).items() if of_model == model]
+    names = [f"model/{model}", f"quarantine/{model}"]
+    names += [each for name in consumers for each in (f"consumer/{name}", view_name(name))]
+    groups = [f"delete/{model}/", f"deleted/{model}/", *(f"offset/{name}/" for name in consumers)]
+    found = {name: value for name in names if (value := log.items(name).get("")) is not None}
+    return found | {group + rest: value for group in groups for rest, value in log.items(group).items()}
 
 
 def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes]:
@@ -291,11 +284,7 @@ def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes
 
 
 def models_of_consumers(log: LogStore) -> dict[str, str]:
-    """The model of each recorded consumer, by the consumer's name.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The model of each recorded consumer, by the consumer's name."""
     models = {}
     for name, record in log.items("consumer/").items():
         with reading(f"record consumer/{name}"):

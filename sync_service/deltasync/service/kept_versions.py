@@ -60,15 +60,7 @@ class Versions:
         return {name: kept for name, kept in known.items() if kept is not None}
 
     async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
-        """Keep the newest version of a model. When this returns, it is durable, also at the service's URL.
-
-        Raises:
-            InvalidInput: the name cannot be one.
-            Contradiction: another kept version has the name.
-            NotFound: there is no such model, or it has no published version.
-            NotCopied: the checkpoint could not be copied to the service's URL.
-            DeltasyncError: see `Checkpoints.write`.
-        """
+        """Keep the newest version of a model. When this returns, it is durable, also at the service's URL."""
         if name:
             check_kept_name(name)
         async with self._changing:
@@ -104,22 +96,12 @@ class Versions:
         """The kept versions of a model, oldest first, each with the bytes of the files that nothing else needs.
 
         These bytes are None for a version whose checkpoint cannot be read.
-
-        Raises:
-            NotFound: there is no such model.
-            StorageFailed: the checkpoints cannot be read at present.
         """
         serving = self._models.model(model)
         return [(each, serving.checkpoints.own_bytes(each)) for each in await kept_of(serving)]
 
     async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
-        """Stop keeping a version. The next checkpoint removes its files.
-
-        Raises:
-            NotFound: there is no such model, or no such kept version of it.
-            Contradiction: a consumer follows it.
-            StorageFailed: the checkpoints could not be read or written.
-        """
+        """Stop keeping a version. The next checkpoint removes its files."""
         serving = self._models.model(model)
         kept = find_kept(await kept_of(serving), model, reference)
         await self._release(serving, kept, by)
@@ -226,11 +208,7 @@ class Versions:
 
 
 async def kept_of(model: Model) -> Sequence[KeptVersion]:
-    """The kept versions of a model, oldest first: from memory, unless they have not been read yet.
-
-    Raises:
-        StorageFailed: they have not been read yet, and cannot be read at present.
-    """
+    """The kept versions of a model, oldest first: from memory, unless they have not been read yet."""
     known = model.checkpoints.known_kept
     return known if known is not None else await in_own_thread(model.checkpoints.kept)
 

@@ -151,7 +151,6 @@ class ServiceOptions:
         "Checkpoints to keep for each model, as one may be damaged. The log reaches back to the second newest.",
         least=2,
     )
-    keep_checkpoints_seconds: float = setting(0.0, "Also keep every checkpoint younger than this.", least=0)
     keep_every_seconds: float | None = setting(
         None,
         "Keep a version of each changed model this often.",

@@ -60,32 +60,22 @@ class Recoveries:
         self._events = events
         self._draining = draining
 
-    async def all(self, *, patient: bool = True) -> None:
-        """Recover all models concurrently; each becomes available once it is recovered.
-
-        Raises:
-            StorageFailed: see `model`.
-        """
-        names = list(self._models.recovering)
-        ended = await asyncio.gather(
-            *(self.model(name, patient=patient) for name in names), return_exceptions=True
-        )
+    async def all(self) -> None:
+        """Recover all models concurrently; each becomes available once it is recovered."""
+        ended = await asyncio.gather(*map(self.model, list(self._models.recovering)), return_exceptions=True)
         for error in ended:  # Only now, when no recovery reads the log any more.
             if error:
                 raise error
 
-    async def model(self, name: str, *, patient: bool = True) -> None:
+    async def model(self, name: str) -> None:
         """Recover a model whose record is in `recovering`.
 
         Nothing is removed because of damage. A model that lacks rows stays in `recovering` until its trainer has
         sent them, and one that cannot be recovered until an operator gives it up; `stuck` has the reason.
 
-        If `patient`, retry while a volume refuses writes, there is no memory for its tables, or its checkpoints or
-        the log cannot be reached; `recovery_failures` has the reason. On shared logs, retry only errors of
+        It retries while a volume refuses writes, there is no memory for its tables, or its checkpoints or
+        the log cannot be reached; `recovery_failures` has the reason. On shared logs, it retries only errors of
         volumes, because another process may take over instead. Returns without the model if the service ends.
-
-        Raises:
-            StorageFailed: a file is damaged or missing; or an error that it does not retry.
         """
         models, started, model = self._models, time.monotonic(), None
         record, passing = models.recovering[name], _PASSING_IF_SHARED if models.storage.shared else _PASSING
@@ -100,8 +90,6 @@ class Recoveries:
                     self._events.emit(EventKind.FAILED, "it cannot be recovered", error, model=name)
                     return
                 except passing as error:
-                    if not patient:
-                        raise
                     text = "its recovery failed and will be retried"
                     self._events.emit(EventKind.FAILED, text, error, model=name)
                     # `volumes` already reports a refused write, with its path, until the volume recovers.

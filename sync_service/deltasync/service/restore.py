@@ -15,33 +15,24 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.files import flush
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.kept_version import kept_file, pack_kept
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
 from deltasync.core.position import next_epoch
-from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder
+from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder, writing
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
 from deltasync.log.records import check_log, pack_json, reading, unpack_json
-from deltasync.log.volume import refused
-from deltasync.service.backup import ANOTHER, BackupPlace, followed_versions
+from deltasync.service.backup import Backup, BackupPlace, copy_followed
 
 _LOG = "log"
+_ANOTHER = "use another backup, or make a new one if the service still runs"
 _BEFORE = "remove {name} there and restore again from the checkpoint before it, or restore a backup"
 
 
 @dataclass(frozen=True)
-class RestoreResult:
-    """A new data directory.
+class RestoreResult(Backup):
+    """What was restored; `lacking` are consumers that follow a version which could not be restored, in words."""
 
-    Attributes:
-        models: the models with their versions.
-        bytes: number of bytes read.
-        lacking: consumers that follow a version which could not be restored, in words.
-    """
-
-    models: Mapping[str, int]
-    bytes: int
     lacking: Sequence[str]
 
 
@@ -52,10 +43,7 @@ class _Source:
     place: Place
     manifests: list[Manifest]
     others: Mapping[str, bytes]
-    is_backup: bool
-
-    def remedy(self, manifest: Manifest) -> str:
-        return ANOTHER if self.is_backup else _BEFORE.format(name=manifest.name)
+    remedy: str  # For damage; with the `name` of the manifest.
 
 
 @for_owner_only()
@@ -65,18 +53,13 @@ def restore(url: str | Path, data_dir: Path) -> RestoreResult:
     Args:
         url: a backup; or a folder or URL with checkpoints, from which the newest of each model is restored.
         data_dir: a new or empty folder, or one with the files of a killed restore. It is empty after an error.
-
-    Raises:
-        InvalidInput: the folder is not empty, or no file system supports the URL.
-        StorageFailed: the place has neither a backup nor a checkpoint, or only an incomplete or damaged one; or
-            the folder is in use or cannot be written.
     """
     source = _source(str(url))
     _check_target(data_dir)
     with lock_folder(data_dir, "wait until it ends, or choose another folder"):
         _check_target(data_dir)
         try:
-            with _writing(data_dir):
+            with writing(f"{data_dir} is incomplete", data_dir):
                 lacking = _restore(source, data_dir)
         except BaseException:
             for each in (CHECKPOINTS, _LOG, UNFINISHED_LOG):
@@ -89,16 +72,14 @@ def restore(url: str | Path, data_dir: Path) -> RestoreResult:
 
 def _source(url: str) -> _Source:
     backup = BackupPlace(url)
-    if marker := backup.read():
-        manifests = []
-        for name in marker.manifests.values():
-            with _advising(ANOTHER):
-                manifests.append(unpack_manifest(name, backup.checkpoints.get(name)))
-        others = {name: value.encode("latin-1") for name, value in marker.others.items()}
-        return _Source(backup.checkpoints, manifests, others, is_backup=True)
+    with _advising(_ANOTHER):
+        if found := backup.read():
+            names, others = found
+            manifests = [unpack_manifest(name, backup.checkpoints.get(name)) for name in names]
+            return _Source(backup.checkpoints, manifests, others, _ANOTHER)
     place = Place(url)
     if models := models_of(place):
-        return _Source(place, [_newest(place, each) for each in models], {}, is_backup=False)
+        return _Source(place, [_newest(place, each) for each in models], {}, _BEFORE)
     raise StorageFailed(f"{url} has neither a backup nor a checkpoint: use a backup, or the URL of --checkpoints")
 
 
@@ -122,22 +103,8 @@ def _advising(remedy: str) -> Iterator[None]:
         raise StorageFailed(f"{error}: {remedy}") from error
 
 
-@contextmanager
-def _writing(data_dir: Path) -> Iterator[None]:
-    """Turn errors of the operating system into one that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        place = Path(error.filename or data_dir)
-        raise refused(f"{data_dir} is incomplete: {place}", place, error) from error
-
-
 def _check_target(data_dir: Path) -> None:
-    """Check that a folder is empty, or contains only the files of a killed restore.
-
-    Raises:
-        InvalidInput: it contains other files, is a file, or cannot be read.
-    """
+    """Check that a folder is empty, or contains only the files of a killed restore."""
     try:
         names = {each.name for each in data_dir.iterdir()} - {"lock"} if data_dir.exists() else set[str]()
     except OSError as error:
@@ -158,9 +125,15 @@ def _restore(source: _Source, data_dir: Path) -> list[str]:
     try:
         check_log(log)
         for manifest in source.manifests:
-            with _advising(source.remedy(manifest)):
-                _restore_model(source.place, manifest, place, log)
-                lacking += _restore_kept(source.place, manifest, place)
+            with _advising(source.remedy.format(name=manifest.name)):
+                store = CheckpointStore(manifest.model, source.place)
+                _restore_model(store, manifest, place, log)
+                for consumer, version in copy_followed(store, manifest, place):
+                    text = f"consumer {consumer!r} needs {version}, which {source.place.url} lacks"
+                    if source.remedy == _ANOTHER:  # A backup has them all.
+                        raise CheckpointDamaged(text)
+                    way_out = f"let it follow another version (deltasync consumers follow {consumer} --live)"
+                    lacking.append(f"{text}: {way_out}")
         log.put_all(source.others).result()
     finally:
         log.close()
@@ -171,9 +144,9 @@ def _restore(source: _Source, data_dir: Path) -> list[str]:
     return lacking
 
 
-def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStore) -> None:
+def _restore_model(store: CheckpointStore, manifest: Manifest, place: Place, log: LogStore) -> None:
     """Write the log records of a model up to its checkpoint, and copy the checkpoint."""
-    store, model = CheckpointStore(manifest.model, source), manifest.model
+    model = manifest.model
     last = {f"seals/{model}": manifest.version} | {
         f"heads/{owner}": state["head"]["number"] for owner, state in manifest.states.items() if state.get("head")
     }
@@ -187,23 +160,6 @@ def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStor
         write.result()
     histories = {owner: epochs.get(each, each) for owner, each in manifest.histories.items()}
     store.copy(replace(manifest, histories=histories, small=small), place)
-
-
-def _restore_kept(source: Place, manifest: Manifest, place: Place) -> list[str]:
-    """Copy the kept versions that consumers follow. Return in words which ones are not there."""
-    store, lacking = CheckpointStore(manifest.model, source), list[str]()
-    there = {each.id for each in store.kept()}
-    for consumer, versions in followed_versions(manifest).items():
-        for each in versions:
-            if each.id in there:
-                store.copy(store.manifest_of(each.id), place)
-                place.put(kept_file(manifest.model, each.id), pack_kept(each))
-            else:
-                lacking.append(
-                    f"consumer {consumer!r} needs {each.words}, which {source.url} lacks: let it follow another "
-                    f"version (deltasync consumers follow {consumer} --live)"
-                )
-    return lacking
 
 
 def _of_next_epoch(manifest: Manifest) -> tuple[dict[str, bytes], Mapping[str, str]]:

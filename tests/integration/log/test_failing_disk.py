@@ -43,7 +43,7 @@ def check_said(service: ServiceProcess) -> None:
         assert (status, "restore" in body) == (200, False), (path, body)
 
 
-def test_a_log_whose_head_was_refused_is_opened_again_once_the_disk_takes_writes(
+def test_a_log_with_a_refused_head_reopens_once_the_disk_accepts_writes(
     disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """LMDB as a whole takes nothing any more after that, and lets nobody read."""
@@ -86,7 +86,7 @@ def readiness(service: ServiceProcess) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("calls", ["write,sync", "write", "sync"])
-def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwards(
+def test_acknowledged_writes_survive_calls_that_fail_at_random(
     disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, calls: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of the log and of checkpoints: one in eight."""
@@ -133,12 +133,12 @@ def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwar
     ("error", "remedy"),
     [
         (errno.EDQUOT, "raise the quota of the service's user, or make room"),
-        (errno.EACCES, "let the service's user write to it"),
+        (errno.EACCES, "give the service's user access to it"),
         (errno.EROFS, "find out why it is mounted read-only, and mount it for writing"),
         (errno.ENXIO, "look for its errors in the system log"),
     ],
 )
-def test_each_refusal_has_its_remedy_and_where_that_helps_the_service_goes_on(
+def test_each_refused_write_names_a_remedy_after_which_the_service_goes_on(
     disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, error: int, remedy: str
 ) -> None:
     with (
@@ -158,9 +158,7 @@ def test_each_refusal_has_its_remedy_and_where_that_helps_the_service_goes_on(
 
 
 @pytest.mark.nightly
-def test_a_log_that_cannot_be_read_at_the_start_is_as_it_was_once_it_can_be(
-    disk: FailingDisk, tmp_path: Path
-) -> None:
+def test_a_log_that_is_unreadable_at_start_is_unchanged_once_readable(disk: FailingDisk, tmp_path: Path) -> None:
     target, service = NumpyTarget(), service_on(disk, tmp_path / "data")
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()

@@ -42,7 +42,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_full_volume_is_named_while_the_service_serves_and_what_waits_goes_through_later(
+def test_a_full_volume_is_named_and_waiting_cuts_pass_once_there_is_room(
     volume: Path, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target, other = NumpyTarget(), NumpyTarget()
@@ -84,7 +84,7 @@ def test_a_full_volume_is_named_while_the_service_serves_and_what_waits_goes_thr
     assert "Traceback" not in log, log[log.find("Traceback") - 500 :][:3000]
 
 
-def test_no_room_for_a_new_table_is_said_by_the_service_and_with_room_it_is_published(
+def test_a_new_table_is_refused_without_room_and_published_with_room(
     volume: Path, tmp_path: Path, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
     filler, memory = volume / "filler", ("--table-memory", str(volume))
@@ -126,7 +126,7 @@ def test_cuts_go_on_while_no_checkpoint_can_be_written(
             head = trainer.change(WIDE.rows)
         (line,) = wait_for(lambda: [each for each in service.get_json("/checkpoints") if each["reason"]])
         assert line["version"] == 1
-        advice = "make room on its volume" if trouble == "full" else "mount it for writing"
+        advice = "make room on it" if trouble == "full" else "mount it for writing"
         assert line["reason"].endswith(advice)
         status, ready = service.get("/readyz")
         assert (status, f"checkpoints of model 'clicks': {line['reason']}" in ready) == (200, True)
@@ -166,7 +166,7 @@ def test_a_service_on_a_full_volume_starts_and_serves(volume: Path, capfd: pytes
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_service_serves_and_ends_in_order_where_its_addresses_can_be_neither_written_nor_removed(
+def test_a_service_serves_and_ends_if_its_address_file_cannot_be_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     endpoints = tmp_path / "endpoints.json"
@@ -200,7 +200,7 @@ def leave_behind(data_dir: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_what_a_killed_process_left_keeps_no_service_from_starting_that_can_write_nothing(
+def test_a_service_starts_on_a_killed_ones_files_even_if_it_cannot_write(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It serves, says so, has what its configuration lacks once it can, and goes on."""
@@ -251,9 +251,7 @@ def test_where_not_even_the_logs_lock_can_be_made_that_is_said(volume: Path) -> 
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_read_only_volume_is_an_error_in_one_line_and_mounted_for_writing_it_is_none(
-    volume: Path, begun: bool
-) -> None:
+def test_a_read_only_volume_is_one_line_of_error_until_mounted_for_writing(volume: Path, begun: bool) -> None:
     service = ServiceProcess(volume / "data", *CONSUMER)
     if begun:
         with service:
@@ -275,7 +273,7 @@ WITHOUT_PRIVILEGES = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-da
 
 
 @pytest.mark.nightly
-def test_a_folder_that_the_services_user_may_not_write_to_is_named_and_once_it_may_it_is_none(
+def test_a_folder_without_write_permission_is_named_until_it_is_granted(
     tmp_path: Path,
 ) -> None:
     if not shutil.which("setpriv"):
@@ -290,7 +288,7 @@ def test_a_folder_that_the_services_user_may_not_write_to_is_named_and_once_it_m
         done = service.run_to_end()
         assert done.returncode == 1
         assert re.search(
-            r"Error: .*Permission denied.*: let the service's user write to it$", done.stderr.rstrip()
+            r"Error: .*Permission denied.*: give the service's user access to it$", done.stderr.rstrip()
         )
         folder.chmod(0o700)
     with service:

@@ -83,7 +83,7 @@ def test_what_is_larger_than_a_message_is_kept_in_several(opened: Callable[[], L
     assert content(opened(), "cuts/m") == [(1, 0, 0, large)]
 
 
-def test_from_the_fence_of_another_on_nothing_is_written(two: tuple[Process, Process]) -> None:
+def test_nothing_is_written_after_the_fence_of_another_process(two: tuple[Process, Process]) -> None:
     a, b = (each for each in two)
     before = a.open()
     before.append("cuts/m", 1, 0, 0, b"a").result(TIMEOUT)
@@ -97,7 +97,7 @@ def test_from_the_fence_of_another_on_nothing_is_written(two: tuple[Process, Pro
     assert b.logs.lost("clicks") is None
 
 
-def test_who_writes_nothing_finds_out_that_another_has_come(two: tuple[Process, Process]) -> None:
+def test_an_idle_owner_notices_that_another_took_over(two: tuple[Process, Process]) -> None:
     a, b = two
     a.open()
     b.open()
@@ -238,7 +238,7 @@ def test_nothing_is_written_while_a_stream_could_discard_it(brokers: Brokers, sa
     process.logs.close()
 
 
-def test_a_stream_that_has_discarded_its_beginning_takes_no_write_and_is_not_opened(
+def test_a_stream_that_lost_its_first_messages_takes_no_writes(
     two: tuple[Process, Process], brokers: Brokers
 ) -> None:
     a, b = two
@@ -258,7 +258,7 @@ def test_a_stream_that_has_discarded_its_beginning_takes_no_write_and_is_not_ope
     a.logs.close_log("clicks", written=False)
 
 
-def test_a_record_that_brokers_have_lost_is_no_more_once_the_log_is_read_anew(
+def test_a_record_that_brokers_lost_is_gone_once_the_log_is_reopened(
     opened: Callable[[], LogStore],
 ) -> None:
     log = opened()
@@ -292,7 +292,7 @@ def test_a_killed_broker_that_comes_back_has_all_that_it_acknowledged(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_brokers_that_are_not_there_are_an_error_that_names_them_and_once_they_run_all_is_there(
+def test_missing_brokers_are_named_and_the_service_starts_once_they_run(
     tmp_path: Path,
 ) -> None:
     nowhere = BrokerOptions(urls=("nats://user:secret@127.0.0.1:1",), prefix="a", replicas=1, max_bytes=1)
@@ -348,7 +348,7 @@ def of_three(brokers: Brokers) -> BrokerOptions:
 
 
 @pytest.mark.nightly
-def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_killed(three: Brokers) -> None:
+def test_acknowledged_writes_survive_the_death_of_the_leading_broker(three: Brokers) -> None:
     process = Process(of_three(three))
     log = process.open()
     for round_ in range(2):

@@ -1,5 +1,6 @@
 """Backups and restores that are killed: they are never taken for complete, and the next one replaces them."""
 
+import asyncio
 import shutil
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from tests.support.command import deltasync
 from tests.support.examples import examples
 from tests.support.fleet import WAIT, Trainer, admin_of, follow
 from tests.support.forks import services
+from tests.support.local_service import back_up, check, opened
 from tests.support.process import ServiceProcess
 from tests.support.programs import ROOT, cleaned
 from tests.support.server import RunningService
@@ -20,9 +22,8 @@ from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import InvalidInput, NumpyTarget, ServiceUnavailable
-from deltasync.log.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP, lock_data_directory
-from deltasync.service.backup import BackupPlace, back_up_offline
-from deltasync.service.fsck import check_data_directory
+from deltasync.log.data_directory import BACKUP_MARKER, lock_data_directory
+from deltasync.service.backup import BackupPlace
 from deltasync.service.restore import restore
 
 KILLED_IN_A_BACKUP = """
@@ -41,7 +42,7 @@ STEPS = [
     "deltasync.checkpoints.store:pack_manifest",
     "deltasync.checkpoints.store:CheckpointStore.copy",
     "deltasync.service.backup:BackupPlace.complete",
-    "deltasync.service.backup:asdict",
+    "deltasync.service.backup:pack_checked",
 ]
 
 
@@ -55,6 +56,16 @@ def data_dir(tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_sound(data_dir: Path) -> None:
+    """Check that a service starts on a data directory, and that fsck finds no damage."""
+
+    async def main() -> None:
+        async with opened(data_dir) as service:
+            assert [problem for each in await check(service) for problem in each.problems] == []
+
+    asyncio.run(main())
 
 
 def killed(what: str, source: Path, into: Path) -> Iterator[Path]:
@@ -74,27 +85,30 @@ def killed(what: str, source: Path, into: Path) -> Iterator[Path]:
     raise AssertionError("it never ends")
 
 
-def test_a_backup_that_was_killed_is_none_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_backup_is_none_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
     for folder in killed("backup", data_dir, tmp_path):
-        if (folder / BACKUP_MARKER).exists():  # Only the mark of an unfinished one was still to be removed.
-            (folder / UNFINISHED_BACKUP).unlink(missing_ok=True)
-            made = BackupPlace(str(folder)).read()
-            assert made
-        else:
-            if any(folder.iterdir()):
-                with pytest.raises(StorageFailed, match="the backup is incomplete: wait if it is"):
-                    restore(folder, tmp_path / "new")
-            if (folder / UNFINISHED_BACKUP).exists():
-                with pytest.raises(StorageFailed, match="is an incomplete backup"):
-                    lock_data_directory(folder)
-            made = back_up_offline(data_dir, folder)
-            assert BackupPlace(str(folder)).read() == made
-        assert made.files == len(contents(folder)) - 1  # Nothing of the one that was killed.
+        if (folder / BACKUP_MARKER).exists():
+            with pytest.raises(StorageFailed, match="is a backup"):
+                lock_data_directory(folder)
+        if not is_complete(folder):
+            made = back_up(data_dir, folder)
+            assert is_complete(folder)
+            stored = sum(len(content) for path, content in contents(folder).items() if path.parent.name == "data")
+            assert stored == made.bytes, "nothing is left of the killed one"
 
 
-def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
+def is_complete(folder: Path) -> bool:
+    try:
+        return BackupPlace(str(folder)).read() is not None
+    except StorageFailed as error:
+        if "the backup is incomplete: wait if it is" not in str(error):
+            raise
+        return False
+
+
+def test_a_killed_restore_is_no_data_directory_and_is_replaced(data_dir: Path, tmp_path: Path) -> None:
     backup, whole = tmp_path / "backup", tmp_path / "whole"
-    back_up_offline(data_dir, backup)
+    back_up(data_dir, backup)
     restore(backup, whole)
     for folder in killed("restore", backup, tmp_path):
         if not (folder / "log").exists():
@@ -103,7 +117,7 @@ def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(data_dir
                     lock_data_directory(folder)
             restore(backup, folder)
         assert {path.name for path in contents(folder)} == {path.name for path in contents(whole)}
-        assert [each for each in check_data_directory(folder) if each.problems or each.unknown] == []
+        check_sound(folder)
 
 
 @pytest.mark.parametrize("stranger", ["something", "checkpoints/something", "log"])
@@ -112,32 +126,33 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
     folder = tmp_path / "folder"
     (folder / stranger).mkdir(parents=True)
     if stranger == "something":
-        (folder / "backup.json.new").touch()
+        BackupPlace(str(tmp_path / "begun")).begin()
+        shutil.copy(tmp_path / "begun" / BACKUP_MARKER, folder)
         (folder / "log.restoring").mkdir()
     before = sorted(folder.rglob("*"))
-    back_up_offline(data_dir, tmp_path / "backup")
+    back_up(data_dir, tmp_path / "backup")
     with pytest.raises(InvalidInput, match="is not empty"):
-        back_up_offline(data_dir, folder)
+        back_up(data_dir, folder)
     with pytest.raises(InvalidInput, match="is not empty"):
         restore(tmp_path / "backup", folder)
     assert sorted(folder.rglob("*")) == before
 
 
-def test_of_two_backups_into_one_place_one_fails_and_the_other_is_whole(data_dir: Path, tmp_path: Path) -> None:
+def test_of_two_backups_to_one_place_one_fails_and_the_other_is_complete(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
     others, copy = [shutil.copytree(data_dir, tmp_path / "copy")], CheckpointStore.copy
 
     def busy(store: CheckpointStore, manifest: Manifest, place: Place, check: Any = lambda: None) -> None:
         if others:
-            back_up_offline(others.pop(), tmp_path / "backup")
+            back_up(others.pop(), tmp_path / "backup")
         copy(store, manifest, place, check)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointStore, "copy", busy)
         with pytest.raises(StorageFailed, match="another backup"):
-            back_up_offline(data_dir, tmp_path / "backup")
+            back_up(data_dir, tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "new")
-    assert [each for each in check_data_directory(tmp_path / "new") if each.problems] == []
+    check_sound(tmp_path / "new")
 
 
 def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
@@ -150,7 +165,7 @@ def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
+def test_a_service_killed_during_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
     """Nothing of it is left in its own directory, and the next backup takes the place."""
     target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks")
     service, folder = ServiceProcess(tmp_path / "data", *arguments), tmp_path / "backup"
@@ -164,7 +179,7 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
             while service.process.poll() is None:
                 assert not is_backed_up(service, folder)
             assert service.process.wait(WAIT) == -signal.SIGKILL
-            assert not (folder / BACKUP_MARKER).exists()
+            assert not is_complete(folder)
         service.program = ["-m", "deltasync"]
         service.start()
         head = trainer.change(7)
@@ -175,4 +190,4 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
         assert {name: rows.tobytes() for name, rows in target.tables.items()} == trainer.expected()
     done = deltasync("restore", str(folder), "--data-dir", str(tmp_path / "new"))
     assert done[0] == 0
-    assert [each for each in check_data_directory(tmp_path / "new") if each.problems] == []
+    check_sound(tmp_path / "new")

@@ -11,6 +11,7 @@ from tests.support.command import deltasync
 from tests.support.damage import change_value
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow
 from tests.support.process import ServiceProcess
+from tests.support.server import TOKEN
 from tests.support.volumes import fill, small_volume
 
 from deltasync.log.data_directory import RESTORE
@@ -98,14 +99,14 @@ def test_whatever_is_damaged_a_backup_is_restored(
         check_serves(tmp_path / "new", left.rows)
 
 
-def test_of_a_directory_that_has_lost_its_log_the_checkpoints_are_restored(left: Left, tmp_path: Path) -> None:
+def test_a_directory_without_its_log_is_restored_from_its_checkpoints(left: Left, tmp_path: Path) -> None:
     shutil.rmtree(left.data / "log")
     assert "make a data directory from it with deltasync restore" in refused(left.data)
     assert not restored(left.data / "checkpoints", tmp_path / "new")
     check_serves(tmp_path / "new", left.rows)
 
 
-def test_or_an_empty_data_directory_is_filled_by_the_trainer(left: Left) -> None:
+def test_the_trainer_fills_an_empty_data_directory(left: Left) -> None:
     """Replicas that hold rows of the one before follow."""
     target = Recorder()
     service = ServiceProcess(left.data, *CONSUMER)
@@ -136,8 +137,8 @@ def test_instead_of_a_damaged_backup_another_one_is_used(left: Left, tmp_path: P
             newer, tmp_path / "new"
         )
     assert not restored(older, tmp_path / "new")
-    status, said, _ = deltasync("backup", str(tmp_path / "taken"), "--data-dir", str(left.data))
-    assert (status, "is complete" in said) == (0, True)
+    with ServiceProcess(left.data, *CONSUMER) as service:
+        admin_of(service).backup(str(tmp_path / "taken"))
     assert not restored(tmp_path / "taken", tmp_path / "of the service")
     check_serves(tmp_path / "of the service", left.rows)
 
@@ -179,16 +180,16 @@ def test_before_a_damaged_checkpoint_there_is_another(tmp_path: Path) -> None:
 
 
 def test_with_room_a_backup_is_made_and_restored(left: Left) -> None:
-    with small_volume(8 << 20) as volume:
-        for command, said in (
-            (("backup", str(volume / "backup"), "--data-dir", str(left.data)), "make room on"),
-            (("restore", str(left.backups[1]), "--data-dir", str(volume / "new")), "make room on"),
+    with small_volume(8 << 20) as volume, ServiceProcess(left.data, *CONSUMER) as service:
+        for command in (
+            ("backup", str(volume / "backup"), "--service", service.http),
+            ("restore", str(left.backups[1]), "--data-dir", str(volume / "new")),
         ):
             filler = fill(volume)
-            status, _, error = deltasync(*command)
-            assert (status, "No space left on device" in error, said in error) == (1, True, True), error
+            status, _, error = deltasync(*command, admin_token=TOKEN)
+            assert (status, "No space left on device" in error, "make room on" in error) == (1, True, True), error
             filler.unlink()
-            assert deltasync(*command)[0] == 0
+            assert deltasync(*command, admin_token=TOKEN)[0] == 0
         shutil.rmtree(volume / "new")
         assert not restored(volume / "backup", volume / "new")
         check_serves(volume / "new", left.rows)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fleet import TABLES, WAIT, Recorder, Trainer, admin_of, follow, wait_for_lag
+from tests.support.local_service import back_up
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
@@ -21,7 +22,6 @@ from tests.support.wire import ReplicaStream, ack
 from deltasync.client import CallbackTarget, Policy, Position, Release, Subscriber
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
-from deltasync.service.backup import back_up_offline
 from deltasync.service.restore import restore
 
 TOP = Policy(top_k=40, min_interval_seconds=0.01)
@@ -103,7 +103,7 @@ def _past(service: ServiceProcess, fleet: Fleet, copy: Path) -> None:
             fleet.stop(followers)
             assert service.terminate() == 0
             shutil.copytree(service.data_dir, copy / "data")
-            back_up_offline(service.data_dir, copy / "backup")
+            back_up(service.data_dir, copy / "backup")
             service.start()
             followers = fleet.start(service)
             _wait(service, followers, _publish(trainer, 10))
@@ -196,7 +196,7 @@ def test_who_holds_what_was_not_discarded_goes_on(tmp_path: Path, go_back: GoBac
                 each.close()
         assert service.terminate() == 0
     shutil.copytree(folder, tmp_path / "data")
-    back_up_offline(folder, tmp_path / "backup")
+    back_up(folder, tmp_path / "backup")
     go_back(tmp_path, folder)
     received = {name: fleet.targets[name].received_rows for name in ("plain", "ranked")}
     resyncs = fleet.store.resyncs
@@ -213,7 +213,7 @@ def test_who_holds_what_was_not_discarded_goes_on(tmp_path: Path, go_back: GoBac
             each.close()
 
 
-def test_lag_says_what_a_rewound_replica_held_until_it_holds_something_else(running: RunningService) -> None:
+def test_lag_names_what_a_rewound_replica_held_until_its_next_version(running: RunningService) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
         head = trainer.change(5)

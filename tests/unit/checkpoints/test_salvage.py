@@ -10,24 +10,26 @@ from tests.support.checkpointed import MODEL, Checkpointed, Held, held
 
 from deltasync.checkpoints.chunks import read_chunks
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.manifest import Manifest
-from deltasync.checkpoints.salvage import LostRows, salvage
+from deltasync.checkpoints.manifest import Manifest, TableKey
+from deltasync.checkpoints.salvage import salvage
 from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.rows import Ids
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import spec_of_record
 
 
-def salvaged(folder: Path, manifest: Manifest) -> tuple[LostRows, Held]:
+def salvaged(folder: Path, manifest: Manifest) -> tuple[dict[TableKey, Ids], list[str], Held]:
     tables = [StampedTable(spec_of_record(entry.record)) for entry in manifest.tables]
-    lost = salvage(CheckpointStore(MODEL, Place(str(folder))), manifest, tables)
-    return lost, {entry.key: held(table) for entry, table in zip(manifest.tables, tables, strict=True)}
+    problems = list[str]()
+    lost = salvage(CheckpointStore(MODEL, Place(str(folder))), manifest, tables, problems)
+    return lost, problems, {entry.key: held(table) for entry, table in zip(manifest.tables, tables, strict=True)}
 
 
-def check(lost: LostRows, found: Held, right: Held) -> None:
+def check(lost: dict[TableKey, Ids], found: Held, right: Held) -> None:
     """Check that every row is right or lost, and that lost ones are as if they had never changed."""
     for key, (rows, stamps, digests, *_) in right.items():
         gone = np.zeros(len(rows), bool)
-        gone[lost.rows.get(key, [])] = True
+        gone[lost.get(key, [])] = True
         for mine, wanted in zip(found[key], (rows, stamps, digests), strict=False):
             np.testing.assert_array_equal(mine[~gone], wanted[~gone])  # type: ignore[index]
             assert not mine[gone].any()  # type: ignore[index]
@@ -63,8 +65,8 @@ def rounds_of(folder: Path, manifest: Manifest) -> list[list[Path]]:
 
 
 def test_a_sound_checkpoint_has_lost_nothing(folder: Path, world: Checkpointed, newest: Manifest) -> None:
-    lost, found = salvaged(folder, newest)
-    assert (lost.rows, lost.problems) == ({}, [])
+    lost, problems, found = salvaged(folder, newest)
+    assert (lost, problems) == ({}, [])
     check(lost, found, world.held[newest.id])
 
 
@@ -74,8 +76,8 @@ def test_no_flipped_bit_costs_a_row_in_silence(folder: Path, world: Checkpointed
         content = path.read_bytes()
         for at in range(0, len(content), 7):
             flip(path, at, at % 8)
-            lost, found = salvaged(folder, newest)
-            assert path.name in lost.problems[0]
+            lost, problems, found = salvaged(folder, newest)
+            assert path.name in problems[0]
             check(lost, found, right)
             path.write_bytes(content)
 
@@ -90,11 +92,11 @@ def test_live_rows_are_lost_exactly(folder: Path, world: Checkpointed, newest: M
                 _, stamps, *_ = world.held[newest.id][key]
                 if (chunk.stamps > 0).all():
                     flip(path, end - 12)  # A value.
-                    lost, found = salvaged(folder, newest)
+                    lost, _, found = salvaged(folder, newest)
                     left = [
                         row for row, stamp in zip(chunk.ids, chunk.stamps, strict=True) if stamps[row] == stamp
                     ]
-                    assert {key: ids.tolist() for key, ids in lost.rows.items()} == ({key: left} if left else {})
+                    assert {key: ids.tolist() for key, ids in lost.items()} == ({key: left} if left else {})
                     check(lost, found, world.held[newest.id])
                     path.write_bytes(content)
                 start = end
@@ -118,7 +120,7 @@ def test_other_harm_costs_no_row_in_silence(
 ) -> None:
     for path in rounds_of(folder, newest)[number]:
         harm(path)
-    lost, found = salvaged(folder, newest)
+    lost, _, found = salvaged(folder, newest)
     check(lost, found, world.held[newest.id])
 
 
@@ -153,7 +155,8 @@ def check_random(folder: Path, seeds: Sequence[int]) -> None:
         for _ in range(10):
             for path in rng.sample(every, min(len(every), rng.choice([1, 1, 2, 3]))):
                 flip(path, rng.randrange(len(contents[path])), rng.randrange(8))
-            check(*salvaged(folder / f"{seed}", made), right)
+            lost, _, found = salvaged(folder / f"{seed}", made)
+            check(lost, found, right)
             for path, content in contents.items():
                 path.write_bytes(content)
 

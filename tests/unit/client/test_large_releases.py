@@ -16,10 +16,8 @@ from tests.support.releases import ChangingTables
 from deltasync.base.errors import Damaged
 from deltasync.client import CallbackTarget, NumpyTarget, Release, RowBatch, Shard, TableSpec
 from deltasync.client.assembler import ReleaseAssembler, latest_rows
-from deltasync.client.stored_copy import _Seen
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
-from deltasync.core.digests import row_digests
 from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
 from deltasync.model import releases
@@ -43,7 +41,7 @@ class Replica:
     def __init__(self, made: ChangingTables, target: Any) -> None:
         self._made, self.target = made, target
         self.held = self.parts = 0
-        self._checksums = None if isinstance(target, CallbackTarget | _Seen) else TargetChecksums(target)
+        self._checksums = None if isinstance(target, CallbackTarget) else TargetChecksums(target)
         self._assembler = ReleaseAssembler(BUDGET, set())
 
     def begin(self) -> None:
@@ -113,7 +111,6 @@ TARGETS: dict[str, Callable[[], Any]] = {
     "keyed": KeyedTarget,
     "keyed copies": lambda: KeyedTarget(reads="copies"),
     "callback": lambda: CallbackTarget(Dictionary().apply),
-    "digests": _Seen,
 }
 
 
@@ -126,9 +123,6 @@ def check(replica: Replica, made: ChangingTables, model: KeyedModel) -> None:
                 keys = now.tables[name].keys()
                 values, _ = now.tables[name].lookup(keys)
                 assert dict(zip(keys.tolist(), values[:, 0].tolist(), strict=True)) == expected
-    elif isinstance(target, _Seen):
-        for table in made.tables:
-            assert target.digests(table.spec).tolist() == row_digests(table.rows).tolist()
     else:
         owner: Any = getattr(target.apply, "__self__", target)
         for table in made.tables:

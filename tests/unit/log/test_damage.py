@@ -135,7 +135,7 @@ def test_a_record_that_says_something_else_is_named(written: Written, name: str,
 
 @pytest.mark.parametrize("gone", ["log", "log/data.mdb"])
 @pytest.mark.parametrize("empty", [True, False])
-def test_a_log_that_is_gone_from_beside_its_checkpoints_is_missed_each_time(
+def test_checkpoints_without_their_log_are_an_error_at_each_start(
     written: Written, gone: str, empty: bool
 ) -> None:
     """Else the service would forget all consumers."""

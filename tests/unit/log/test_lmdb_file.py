@@ -34,11 +34,11 @@ def write_randomly(folder: Path, seed: int, commits: int) -> int:
     return shorter
 
 
-def test_what_lmdb_writes_is_accepted_although_free_pages_at_its_end_may_be_missing(tmp_path: Path) -> None:
+def test_files_of_lmdb_without_their_last_free_pages_are_accepted(tmp_path: Path) -> None:
     assert write_randomly(tmp_path, 1, 600) > 0
 
 
-def test_a_file_that_was_cut_short_is_refused_unless_only_free_pages_are_gone(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_unless_only_free_pages_are_missing(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     write_randomly(whole, 2, 200)

@@ -99,9 +99,7 @@ def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: L
 
 
 @pytest.mark.parametrize("bit", range(8 * 24))
-def test_a_key_that_has_changed_is_found_when_its_record_or_the_streams_are_read(
-    options: LogOptions, bit: int
-) -> None:
+def test_a_flipped_bit_in_a_key_is_found_by_read_and_by_streams(options: LogOptions, bit: int) -> None:
     log = LmdbStore(options)
     for number in range(1, 4):
         log.append("cuts/me", number, 0, 0, b"x").result(TIMEOUT)
@@ -173,7 +171,7 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(log: LmdbStore) -> Non
 @pytest.mark.parametrize(
     ("size", "operations", "expected"), [(1, 32, [32, 8]), (1, 100, [40]), (1000, 100, 8 * [5])]
 )
-def test_what_gathers_during_a_commit_is_committed_at_once_up_to_a_bound(
+def test_writes_that_gather_during_a_commit_share_the_next_up_to_a_bound(
     size: int, operations: int, expected: list[int], options: LogOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_store, "_COMMIT_BYTES", 4096)
@@ -252,7 +250,7 @@ def test_a_write_survives_that_who_waits_for_it_is_cancelled(log: LmdbStore) -> 
     "error",
     [lmdb.DiskError("mdb_txn_commit: Input/output error"), MemoryError("no memory"), TypeError("no bytes")],
 )
-def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
+def test_any_error_of_a_write_reaches_its_waiter_and_the_next_succeeds(
     log: LmdbStore, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -303,9 +301,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
     return Heads(monkeypatch)
 
 
-def test_after_a_head_was_refused_what_there_was_can_be_read_and_the_next_write_is_done(
-    heads: Heads, options: LogOptions
-) -> None:
+def test_after_a_refused_head_page_reads_and_the_next_write_succeed(heads: Heads, options: LogOptions) -> None:
     with closing(LmdbStore(options)) as log:
         log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
         for _ in range(3):
@@ -339,9 +335,7 @@ def test_a_log_that_cannot_be_opened_again_is_tried_with_each_write(heads: Heads
         assert log.put("n", b"1").exception(TIMEOUT)  # It ends in order.
 
 
-def test_a_write_that_was_refused_and_is_there_all_the_same_is_read_by_the_next_service(
-    heads: Heads, options: LogOptions
-) -> None:
+def test_a_refused_write_that_landed_is_read_by_the_next_service(heads: Heads, options: LogOptions) -> None:
     """Whoever waited for it was told that it is not: this one knows nothing of it."""
     with closing(LmdbStore(options)) as log:
         log.append("m", 1, 0, 0, b"x").result(TIMEOUT)

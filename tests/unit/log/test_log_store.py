@@ -97,7 +97,7 @@ def test_small_records_are_kept_over_a_restart(opened: Opener) -> None:
     ),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_dropped_or_truncated_is_gone_and_nothing_else(
+def test_drop_and_truncate_remove_their_records_and_no_others(
     log: LogStore,
     records: list[tuple[str, int, int, int]],
     changes: list[tuple[str, int, int | None, bool]],
@@ -201,7 +201,7 @@ def test_a_record_is_not_written_where_one_that_it_comes_after_was_refused(log: 
     assert [(number, index) for number, _, index, _ in content(log, "s")] == [(1, 1), (2, 1)]
 
 
-def test_patient_writes_are_on_disk_with_the_next_that_is_not_or_at_the_end(opened: Opener) -> None:
+def test_patient_writes_reach_disk_with_the_next_other_write_or_at_close(opened: Opener) -> None:
     log = opened()
     log.append("s", 1, 0, 0, b"a").result(TIMEOUT)
     patient = [log.drop("s", 1, 0, patient=True), log.append("s", 1, 0, 1, b"b", patient=True)]
@@ -227,7 +227,7 @@ def test_writes_are_done_in_the_order_they_were_given(log: LogStore) -> None:
     assert log.items("n") == {"": b"99"}
 
 
-def test_small_records_that_are_put_together_are_there_together_in_a_full_log_too(opened: Opener) -> None:
+def test_several_small_records_are_written_together_even_in_a_full_log(opened: Opener) -> None:
     log = opened()
     log.put("a", b"1").result(TIMEOUT)
     while log.append("s", 1, 0, log.used_bytes(), bytes(100_000)).exception(TIMEOUT) is None:

@@ -57,7 +57,7 @@ def test_a_refusal_says_why_and_what_to_do(
     assert said in str(refused("a file cannot be made", tmp_path / "not" / "there", error, 5))
 
 
-def test_where_it_is_not_known_how_much_was_to_be_written_none_is_told(
+def test_an_unknown_size_of_a_refused_write_is_not_mentioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(monkeypatch, 7)
@@ -65,7 +65,7 @@ def test_where_it_is_not_known_how_much_was_to_be_written_none_is_told(
     assert said == "it: No space left on device (7 bytes are free): make room on it"
 
 
-def test_of_several_the_largest_is_kept_with_the_time_of_the_first(tmp_path: Path) -> None:
+def test_of_several_refusals_the_largest_stays_with_the_first_time(tmp_path: Path) -> None:
     volume = Volume("log", tmp_path)
     first = refusal(tmp_path / "a", errno.ENOSPC, 10)
     for each in (first, refusal(tmp_path / "b", errno.ENOSPC, 5), refusal(tmp_path / "c", errno.ENOSPC, 20)):
@@ -137,7 +137,7 @@ def test_only_errors_of_a_volume_are_refusals(tmp_path: Path) -> None:
         ),
         (lmdb.CorruptedError("MDB_CORRUPTED: Located page was wrong type"), "a page of data.mdb is damaged"),
         (lmdb.MemoryError("Cannot allocate memory"), "lower --log-max-bytes"),
-        (lmdb.ReadonlyError("Permission denied"), "let the service's user write to it"),
+        (lmdb.ReadonlyError("Permission denied"), "give the service's user access to it"),
         (lmdb.Error("Read-only file system"), "mount it for writing"),
     ],
 )

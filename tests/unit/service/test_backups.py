@@ -14,7 +14,7 @@ from deltasync.core.rows import DamagedRows
 from deltasync.model.model import Model
 from deltasync.service import checkpoints
 from deltasync.service.backup import BackupPlace
-from deltasync.service.checkpoints import records_of_model
+from deltasync.service.checkpoints import small_records
 from deltasync.service.restore import restore
 from deltasync.service.service import Service
 
@@ -58,12 +58,12 @@ async def test_a_table_that_was_made_again_after_its_record_was_read_has_its_row
 ) -> None:
     async with opened(tmp_path / "data") as service:
         session = await publish(service)
-        old = records_of_model(service.models["clicks"].log, "clicks")
+        old = small_records(service.models["clicks"].log, "clicks")
         session.end("its stream has ended")
         await service.removals.delete_table("clicks", ITEM.name, "who asks")
         await publish(service, 2, run="run-2", started=2, continues=service.models["clicks"].position)
         wanted = {each.spec.name: each.rows.tobytes() for each in service.models["clicks"].tables}
-        monkeypatch.setattr(checkpoints, "records_of_model", lambda *_: old)
+        monkeypatch.setattr(checkpoints, "small_records", lambda *_: old)
         await backups(service).make(str(tmp_path / "backup"), "who asks")
     restore(tmp_path / "backup", tmp_path / "restored")
     async with opened(tmp_path / "restored") as service:
