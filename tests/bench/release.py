@@ -56,9 +56,9 @@ WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
 # The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
 _PARTS = {
-    "look": {("making.py", "go_on"), ("making.py", "compare_rest")},
-    "pick": {("making.py", "dirty"), ("picking.py", "pick")},
-    "give": {("making.py", "begin_update"), ("making.py", "go_on_updating")},
+    "look": {("release_maker.py", "compare_some"), ("release_maker.py", "compare_rest")},
+    "pick": {("release_maker.py", "dirty"), ("decision.py", "pick")},
+    "give": {("release_maker.py", "begin_update"), ("release_maker.py", "update_some")},
 }
 
 Floats = NDArray[Any]

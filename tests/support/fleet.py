@@ -227,5 +227,5 @@ def admin_of(service: Reachable) -> Admin:
 
 def release_at_once(patch: pytest.MonkeyPatch) -> None:
     """Release rows that an earlier release left out without delay."""
-    patch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 0.001)
-    patch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 0.002)
+    patch.setattr("deltasync.views.decision._SHORTEST_SECONDS", 0.001)
+    patch.setattr("deltasync.views.decision.LONGEST_SECONDS", 0.002)

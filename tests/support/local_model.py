@@ -22,6 +22,7 @@ from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
 from deltasync.views.log import ViewLog
+from deltasync.views.release_maker import TURN_LIMITS, TurnLimits
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
@@ -33,13 +34,20 @@ class LocalModel:
     Another one on the same folder simulates a restart.
 
     Attributes:
+        limits: the turns in which releases of new views are built.
         views: the views in use, by consumer.
         lost: why a view could not be restored, by consumer.
     """
 
-    def __init__(self, directory: Path, log_max_bytes: int = 1 << 28, model: Model | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        log_max_bytes: int = 1 << 28,
+        model: Model | None = None,
+        limits: TurnLimits = TURN_LIMITS,
+    ) -> None:
         """With `model`, use that model, for example of a service."""
-        self.directory = directory
+        self.directory, self.limits = directory, limits
         if model is None:
             log = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
             model = Model("clicks", log, CheckpointStore("clicks", Place(str(directory / "checkpoints"))))
@@ -51,16 +59,16 @@ class LocalModel:
         """Open what a folder has, if anything."""
         local = cls(directory, **settings)
         names = local.log.items("view/")
-        views = [View(name, local.model, ViewLog(local.log, name).view()) for name in names]
+        views = [View(name, local.model, ViewLog(local.log, name).view(), local.limits) for name in names]
         if record := recorded_models(local.log).get("clicks"):
             await local.model.recover(record, [view.replay for view in views if view.replay])
-            local.lost = {view.owner: lost for view in views if (lost := await view.recovered())}
+            local.lost = {view.owner: lost for view in views if (lost := await view.recover())}
             local.views = {view.owner: view for view in views if view.owner not in local.lost}
         return local
 
     def view(self, name: str = "top") -> View:
         """The view of a consumer; creates it if there is none."""
-        return self.views.get(name) or self.views.setdefault(name, View(name, self.model))
+        return self.views.get(name) or self.views.setdefault(name, View(name, self.model, limits=self.limits))
 
     async def prepared_view(self, policy: Policy, name: str = "top") -> View:
         """A view with the tables that its policy follows."""

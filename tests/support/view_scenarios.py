@@ -1,8 +1,9 @@
 """Scenarios for one view of a model of two tables, in this process."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import FrozenRelease
+from deltasync.views.decision import Action, Situation, next_action
 from deltasync.views.log import NewestRelease, ViewState
-from deltasync.views.pacing import Situation, due
+from deltasync.views.release_maker import TurnLimits
 from deltasync.views.table import ViewTable
 from deltasync.views.view import View
 
@@ -93,13 +95,28 @@ def is_due(view: View, policy: Policy) -> bool:
         sealed_ns=[],
         ready=True,
     )
-    return due(policy, situation, 10**18).seconds is not None
+    return next_action(policy, situation, 10**18).action is Action.ROWS
 
 
-def small_blocks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Make releases in small blocks, each in a separate call."""
-    for name, value in (("_TURN_SECONDS", 0), ("_COPIED_BYTES", nbytes), ("_COMPARED_BYTES", nbytes)):
-        patch.setattr(f"deltasync.views.making.{name}", value)
+# Turns in which a release updates one row.
+SINGLE_ROWS = TurnLimits(0, updated_bytes=1)
+
+
+def small_blocks(nbytes: int) -> TurnLimits:
+    """Turns in which a release copies or compares at most these bytes, and cuts come in between."""
+    return TurnLimits(0, nbytes, nbytes)
+
+
+def before_turns(patch: pytest.MonkeyPatch, local: LocalModel, act: Callable[[int], Awaitable[None]]) -> None:
+    """Call `act` with its number before each turn of a release on the model's thread."""
+    on_thread, turns = local.model.on_thread, count(1)
+
+    async def interposed(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "_turn":
+            await act(next(turns))
+        return await on_thread(function, *arguments)
+
+    patch.setattr(local.model, "on_thread", interposed)
 
 
 def refuse(*_: object) -> None:

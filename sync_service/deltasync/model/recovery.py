@@ -51,7 +51,7 @@ class RecoveryResult:
     checkpoint: Manifest | None
 
 
-class Recovery:
+class ModelRecovery:
     """Restores the tables of a model and its views. Used once, on the model's thread.
 
     Attributes:
@@ -78,14 +78,14 @@ class Recovery:
         self._views = views
         self._lost = NOTHING_LOST
 
-    def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
+    def run(self, record: Mapping[str, Any]) -> RecoveryResult:
         """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
 
         Raises:
             RowsLost: no checkpoint is usable, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
-        self._store.recover(record)
+        self._store.load(record)
         while True:
             seals, problem = self._sound_seals()
             if problem:  # The trainer sees the service's version, and publishes the rest again.
@@ -215,7 +215,7 @@ class Recovery:
             self._note_problem(f"the checkpoint of version {manifest.version} is damaged: {error}")
             return False
         for each in self._views:
-            each.restored(dirty)
+            each.loaded(dirty)
         return True
 
     def _salvage_best(self, damaged: Sequence[Manifest]) -> Manifest | None:
@@ -246,9 +246,9 @@ class Recovery:
         except CheckpointDamaged:
             incomplete |= {each.owner for each in self._views}
         for each in self._views:
-            each.restored(dirty)
+            each.loaded(dirty)
             if each.owner in incomplete:
-                each.lose(f"the checkpoint of version {manifest.version} has lost rows of it")
+                each.give_up(f"the checkpoint of version {manifest.version} has lost rows of it")
         return sum(map(len, self._lost.rows.values()))
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
@@ -260,7 +260,7 @@ class Recovery:
         self._lost = NOTHING_LOST
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._views:
-            each.let_go()
+            each.discard()
         self._tables.begin()
         tables = {key_of(table): table for table in self._tables}
         for each in self._views:
@@ -298,7 +298,7 @@ class Recovery:
 class ViewRecovery(Protocol):
     """Restores a view, whose tables derive from a model's tables and the log. Used on the model's thread.
 
-    `Recovery` calls `restore`, then `restored` once the returned tables are loaded. It then calls `replay` for
+    `ModelRecovery` calls `restore`, then `loaded` once the returned tables are loaded. It then calls `replay` for
     their version and for each later one. If something is damaged, it starts over.
     """
 
@@ -306,7 +306,7 @@ class ViewRecovery(Protocol):
     def owner(self) -> str:
         """The owner in the keys of its tables in a checkpoint."""
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         """Discard the tables of an earlier `restore`, to make room for new ones."""
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
@@ -320,10 +320,10 @@ class ViewRecovery(Protocol):
             The tables to load, in the order of `entries`; None for one that is no longer needed.
         """
 
-    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
+    def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
         """Continue once all rows of the tables are loaded; `dirty` has their `SourceTable.dirty`."""
 
-    def lose(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Give the view up, because rows of it are lost: its replicas get every row of a new one."""
 
     def replay(self, version: int) -> None:

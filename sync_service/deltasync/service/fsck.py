@@ -223,7 +223,7 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
             return
         store = ModelStore(log, name)
         seals, problem = store.seals()  # Before the layouts, to have the layout of each seal.
-        store.recover(record)
+        store.load(record)
         if store.dropped > saved:
             text = f"the log of model {name!r} begins after version {store.dropped}, which no checkpoint has"
             checked.problems.append(f"{text}: after the next load, its trainer has to send the damaged rows")

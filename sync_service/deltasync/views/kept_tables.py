@@ -23,13 +23,8 @@ def load_kept(
     *,
     replaying: bool = False,
 ) -> dict[TableKey, StampedTable]:
-    """Load the tables of a kept version, as large as the model's are now. Blocks; any thread may call it.
-
-    Args:
-        model: the model.
-        id: the id of the version's checkpoint.
-        policy: a policy that selects tables.
-        replaying: leave out tables that the model no longer has.
+    """Load the tables of a kept version that a policy selects, as large as the model's are now. Blocks; any thread
+    may call it. A replay leaves out tables that the model no longer has.
 
     Raises:
         InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
@@ -54,13 +49,11 @@ def load_kept(
     return loaded
 
 
-def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable], version: int) -> None:
-    """Delete, in a kept version's tables, the rows that replicas hold and that are newer than the version.
-
-    On the model's thread.
-    """
+def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable]) -> None:
+    """On the model's thread, delete from a kept version's tables the rows that replicas hold and it never had."""
     for table in tables:
         source = kept[key_of(table.source)]
         slots = np.flatnonzero((table.held.stamps > 0) & (source.stamps[: table.held.slots] == 0))
         if len(slots):
-            source.apply(RowBatch.deletes(Shard.whole(source.spec), source.ids_of(slots)), version)
+            deletes = RowBatch.deletes(Shard.whole(source.spec), source.ids_of(slots))
+            source.apply(deletes, max(1, source.counts.newest))

@@ -4,7 +4,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,6 @@ from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal, release_checksum
 from deltasync.log.log_store import LAST_NUMBER, LogStore
 from deltasync.log.records import (
-    event_time_record,
     name_of,
     pack_ids,
     pack_json,
@@ -127,61 +126,16 @@ def heads_stream(consumer: str) -> str:
     return f"heads/{consumer}"
 
 
-def head_record(head: Head) -> dict[str, Any]:
-    """The record of a release's head."""
-    record: dict[str, Any] = {
-        "number": head.number,
-        "version": head.version,
-        "step": head.step,
-        "step_end_unix_ns": head.step_end_unix_ns,
-        "seal": head.seal,
-    }
-    record |= {"kept_name": head.kept} if head.kept else {}
-    return record | event_time_record(head.event_time_unix_ns)
-
-
 def head_of_record(record: Mapping[str, Any]) -> Head:
     """The head in the record of a release."""
-    return Head(
-        number=record["number"],
-        version=record["version"],
-        step=record["step"],
-        step_end_unix_ns=record["step_end_unix_ns"],
-        event_time_unix_ns=record.get("event_time_unix_ns"),
-        seal=record["seal"],
-        rows=record["statistics"]["rows"],
-        bytes=record["statistics"]["bytes"],
-        kept=record.get("kept_name", ""),
-    )
-
-
-def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
-    """The record of a release's statistics."""
-    taken, backlog = statistics.taken, statistics.backlog
-    return {
-        "number": statistics.number,
-        "version": statistics.version,
-        "made_unix_ns": statistics.made_unix_ns,
-        "rows": taken.rows,
-        "bytes": taken.bytes,
-        "norm": taken.norm,
-        "reason": statistics.reason,
-        "left_rows": backlog.rows,
-        "left_bytes": backlog.bytes,
-        "left_norm": backlog.norm,
-    }
+    return Head(**{each.name: record[each.name] for each in fields(Head)})
 
 
 def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
-    """The statistics in a record."""
-    return ReleaseStatistics(
-        number=record["number"],
-        version=record["version"],
-        made_unix_ns=record["made_unix_ns"],
-        taken=RowTotals(record["rows"], record["bytes"], record["norm"]),
-        backlog=RowTotals(record["left_rows"], record["left_bytes"], record["left_norm"]),
-        reason=record["reason"],
-    )
+    """The statistics in the record of a release."""
+    statistics = record["statistics"]
+    taken, backlog = RowTotals(**statistics["taken"]), RowTotals(**statistics["backlog"])
+    return ReleaseStatistics(**{**statistics, "taken": taken, "backlog": backlog})
 
 
 def table_record(table: ViewTable) -> dict[str, Any]:
@@ -228,7 +182,7 @@ class ViewState:
         """The newest release; None if replicas can receive none yet."""
         if not self.record:
             return None
-        return NewestRelease(head_of_record(self.record), statistics_of_record(self.record["statistics"]))
+        return NewestRelease(head_of_record(self.record), statistics_of_record(self.record))
 
     @property
     def head(self) -> Head | None:
@@ -254,7 +208,7 @@ class ViewState:
     @property
     def kept(self) -> str:
         """The id of the kept version that the newest release brought replicas to; empty = the newest version."""
-        kept: str = self.record.get("kept", "")
+        kept: str = self.record.get("kept_id", "")
         return kept
 
     @property
@@ -271,10 +225,16 @@ class ViewState:
         """The state after a comparison at `version` that found no dirty rows."""
         record = self.record
         if newest := self.newest:
-            statistics = statistics_record(replace(newest.statistics, backlog=RowTotals()))
+            statistics = asdict(replace(newest.statistics, backlog=RowTotals()))
             record = {**record, "compared": version, "statistics": statistics}
         backlog = {table.name: Backlog(RowTotals(), table.source.norm) for table in self.tables}
         return ViewState(self.tables, record, version, backlog)
+
+
+def state_record(history: str, state: ViewState) -> dict[str, Any]:
+    """The state of a view for checkpoints, without rows: the input of `Replay.restore`."""
+    tables = [table_record(table) | {"compared": table.compared} for table in state.tables]
+    return {"history": history, "compared": state.compared_version, "head": state.record, "tables": tables}
 
 
 # Number of ids in one record.
@@ -358,7 +318,7 @@ class ViewLog:
         Raises:
             StorageFailed: some are damaged, or missing.
         """
-        number, rows = head["number"], head["rows"]
+        number, rows = head["number"], head["rows_taken"]
         pieces: list[list[Ids]] = [[] for _ in rows]
         missing = list(rows)
         for each in self._log.read(self._ids, number, number) if any(rows) else ():

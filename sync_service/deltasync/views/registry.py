@@ -21,8 +21,8 @@ from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
 from deltasync.model.recovery import ViewRecovery
+from deltasync.views.decision import PACE_VERSIONS, Action, Situation, next_action
 from deltasync.views.log import ViewLog
-from deltasync.views.pacing import PACE_VERSIONS, Situation, due
 from deltasync.views.view import View
 
 logger = logging.getLogger(__name__)
@@ -65,40 +65,36 @@ class ReleaseLoop:
                 await self._wait(seconds)
 
     async def _advance(self) -> float | None:
-        """Make a release if one is due. Return the seconds until the next check; None = wait for a change."""
-        self._view.let_go_removed()
-        if not self._goes_on() or not self._connected():
-            return None
-        before = self._view.position
-        if follows := self._view.follows:
-            policy = self._consumer.policy
-            if not self._view.arrived(policy):
-                await self._view.go_to(follows, policy, lambda: self._goes_on_to(follows))
-                self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
-            # What changed meanwhile has already woken the signals for which the caller would wait.
-            return 0 if self._consumer.policy is not policy or self._view.follows is not follows else None
-        await self._prepare()
-        decision = due(self._consumer.policy, self._situation(), steady_ns())
-        if decision.seconds == 0:
-            logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            # The consumer may be paused before the newest version is read, and no replica may get its rows then.
-            await self._view.make_release(self._consumer.policy, self._overdue_version(), self._goes_on)
-        if self._view.position != before:
-            self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
-        if self._view.trouble:
-            return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
-        return decision.seconds
+        """Do what is due. Return the seconds until the next look; None = wait for a change."""
+        view, policy = self._view, self._consumer.policy
+        view.let_go_removed()
+        following, before = view.follows, view.position
+        now = next_action(policy, self._situation(policy), steady_ns())
+        if now.action is Action.WAIT:
+            return now.seconds
+        logger.debug("consumer %s: %s: %s", self._consumer.name, now.action.value, now.reason)
+        # The consumer may be paused before the newest version is read, and no replica may get its rows then.
+        match now.action:
+            case Action.WRITE:
+                await view.write_refused()
+            case Action.FOLLOW if following:
+                await view.go_to(following, policy, lambda: self._goes_on_to(following))
+            case Action.TABLES:
+                await self._prepare(policy)
+            case Action.ROWS:
+                await view.make_release(policy, self._overdue_version(policy), self._goes_on)
+        if view.position != before:
+            self._emit(EventKind.RELEASE_MADE, number=view.position.number)
+        return 0
 
-    async def _prepare(self) -> None:
+    async def _prepare(self, policy: Policy) -> None:
         """Make the tables of the policy. If that fails, keep the old ones for now."""
-        if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
-            return
         try:
-            await self._view.prepare(self._consumer.policy, self._overdue_version(), self._goes_on)
+            await self._view.prepare(policy, self._overdue_version(policy), self._goes_on)
         except (InvalidInput, StorageFailed) as error:
             if not self._view.trouble:  # The log refused a release.
                 raise
-            self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
+            self._refused, self._prepare_at = policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
             self._emit(EventKind.FAILED, "its policy is not in force", error)
 
     def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
@@ -111,31 +107,34 @@ class ReleaseLoop:
     def _goes_on_to(self, follows: Follow) -> bool:
         return self._goes_on() and self._view.follows is follows and not self._stopping.is_set()
 
-    def _connected(self) -> bool:
-        return any(replica.stream for replica in self._consumer.replicas.values())
-
-    def _situation(self) -> Situation:
-        state, seals, position = self._view.state, self._view.model.seals, self._view.position
-        oldest, recent = state.oldest_dirty_version, islice(reversed(seals), PACE_VERSIONS)
-        replicas, released = self._consumer.replicas.values(), self._view.released
+    def _situation(self, policy: Policy) -> Situation:
+        view, model = self._view, self._view.model
+        state, position, replicas = view.state, view.position, self._consumer.replicas.values()
+        oldest, recent = state.oldest_dirty_version, islice(reversed(model.seals), PACE_VERSIONS)
+        again = self._prepare_at - time.monotonic() if policy == self._refused else 0.0
         return Situation(
-            newest_version=self._view.model.position.number,
+            newest_version=model.position.number,
             # After a kept version, a release is due even if no row differs: replicas still have its name.
             compared_version=0 if state.kept else state.compared_version,
             backlog_rows=state.backlog_rows,
             oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
-            released_ns=_steady_ns(released) if released else None,
+            released_ns=_steady_ns(view.released) if view.released else None,
             sealed_ns=[self._sealed_ns(seal.version) for seal in recent][::-1],
             ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
+            paused=not self._goes_on(),
+            connected=any(replica.stream for replica in replicas),
+            refused=view.refused,
+            follows=view.follows.kept.words if view.follows else "",
+            arrived=view.arrived(policy),
+            fits=not view.trouble and (view.fits(policy) or model.head is None),
+            tables_after_seconds=again,
         )
 
-    def _overdue_version(self) -> int:
+    def _overdue_version(self, policy: Policy) -> int:
         """The newest version older than the policy's maximum age."""
-        age = self._consumer.policy.max_age_seconds
-        if age is None:
+        if policy.max_age_seconds is None:
             return 0
-        limit = steady_ns() - int(age * 1e9)
-        seals = self._view.model.seals
+        limit, seals = steady_ns() - int(policy.max_age_seconds * 1e9), self._view.model.seals
         older = bisect_right(seals, limit, key=lambda seal: self._sealed_ns(seal.version))
         return seals[older - 1].version if older else 0
 
@@ -185,7 +184,7 @@ class ViewRegistry:
         """The views of a model, for its checkpoints. Safe to call from any thread."""
         return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
 
-    async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
+    async def replays(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
         """Read the views of a model's consumers from the log, to recover them with the model, then call `follow`.
 
         Raises:
@@ -218,7 +217,7 @@ class ViewRegistry:
             return
         view = self._recovering.get(consumer.name)
         if view and view.model is model:
-            if lost := await view.recovered():
+            if lost := await view.recover():
                 self._tell_lost(consumer, lost)
                 await self._add(consumer, await self._new(consumer, model))
             else:

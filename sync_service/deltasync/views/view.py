@@ -22,11 +22,10 @@ from deltasync.core.table_form import TableForm
 from deltasync.model.feed import FeedStatus, TableStatus
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
+from deltasync.views.decision import LONGEST_SECONDS
 from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState
-from deltasync.views.making import ReleasePlan
-from deltasync.views.pacing import LONGEST_SECONDS
-from deltasync.views.release_maker import ReleaseMaker, Wish
+from deltasync.views.release_maker import TURN_LIMITS, ReleaseMaker, ReleasePlan, TurnLimits
 from deltasync.views.replay import Replay, sources
 from deltasync.views.table import ViewTable
 
@@ -44,7 +43,13 @@ class View:
         follows: the kept version that replicas are to hold; None = the model's newest version.
     """
 
-    def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        model: Model,
+        record: Mapping[str, Any] | None = None,
+        limits: TurnLimits = TURN_LIMITS,
+    ) -> None:
         """Make a new view, or one from its record in the log; `Model.recover` then rebuilds it with `replay`."""
         self.owner = consumer
         self.model = model
@@ -53,9 +58,10 @@ class View:
         self.failure = ""
         self._record = record
         self._log = ViewLog(model.log, consumer)
-        self._maker = ReleaseMaker(consumer, model, self._log, record["history"] if record else uuid.uuid4().hex)
+        history = record["history"] if record else uuid.uuid4().hex
+        self._maker = ReleaseMaker(consumer, model, self._log, history, self._changed, limits)
         self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
-        self.replay = Replay(consumer, model, self._log, self.history) if record else None
+        self.replay = Replay(consumer, model, self._log, history, limits) if record else None
         self._signal = Signal()
         self.follows: Follow | None = None
 
@@ -251,6 +257,15 @@ class View:
             self._releases.forget()
             self._signal.wake()
 
+    @property
+    def refused(self) -> bool:
+        """Whether the last release is not on disk, because the log refused it."""
+        return self._maker.pending is not None
+
+    async def write_refused(self) -> None:
+        """Write the release that the log refused, if there is one."""
+        await self._maker.finish()
+
     async def prepare(
         self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] | None = None
     ) -> None:
@@ -264,8 +279,8 @@ class View:
                 `trouble`.
             StorageFailed: there is no room, with the same effect; or the log could not be written.
         """
-        if self._maker.shown is None:  # The log refused a release, which may be the one with these tables.
-            await self._make(None)
+        if self.refused:  # That release may be the one with these tables.
+            await self.write_refused()
         plan = None
         try:
             if self.model.head and not self._has_form(policy):
@@ -279,23 +294,24 @@ class View:
             self._signal.wake()
             raise
         if plan:
-            await self._make(Wish(policy, overdue_version, goes_on), plan)
+            await self._maker.make(replace(plan, policy=policy, overdue_version=overdue_version, goes_on=goes_on))
 
     async def make_release(
         self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] | None = None
     ) -> None:
         """Make the next release by the policy, with the present tables.
 
-        Args:
-            policy: the consumer's policy.
-            overdue_version: rows dirty since this version or longer are overdue.
-            goes_on: checks on the model's thread whether to make it after all; None = always.
+        Rows dirty since `overdue_version` or longer are overdue. `goes_on` checks on the model's thread whether to
+        make it after all.
 
         Raises:
             StorageFailed: the log refused it. The next call writes it again first.
             DamagedRows: rows of the model do not match their digests. The model is loaded again.
         """
-        await self._make(Wish(policy, overdue_version, goes_on))
+        await self.write_refused()
+        if self.state.head:
+            plan = ReleasePlan(self.state.tables, (), (), policy, overdue_version, goes_on)
+            await self._maker.make(plan)
 
     async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool]) -> None:
         """Make the release that brings replicas to a kept version, whatever the policy holds back.
@@ -315,14 +331,13 @@ class View:
         if self.arrived(policy) or not goes_on():
             return
         plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])
-        await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
+        plan = replace(plan, policy=policy, goes_on=goes_on, kept=follows.kept, kept_tables=kept)
+        await self._maker.make(plan)
 
-    async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
-        try:
-            await self._maker.make(wish, plan)
-        finally:
-            self._releases.have(None, self.position.number)  # Replicas may wait for this release.
-            self._signal.wake()
+    def _changed(self) -> None:
+        """Wake replicas that may wait for a release."""
+        self._releases.have(None, self.position.number)
+        self._signal.wake()
 
     # For checkpoints, see `checkpoints.writing.Source`. On the model's thread.
 
@@ -334,7 +349,7 @@ class View:
         """The state for `restore`; None while a release is being written."""
         return self._maker.saved()
 
-    async def recovered(self) -> str:
+    async def recover(self) -> str:
         """Continue from the result of `replay`, once the model is loaded. Call it before any other method.
 
         Returns:
@@ -350,7 +365,7 @@ class View:
         if self._record and self._record["model_history"] != self.model.history:
             return "it belongs to another history of the model"
         if not replay.lost:
-            await self._maker.go_on_from(replay.state)
+            await self._maker.resume(replay.state)
         self.replay = None  # It refers to tables.
         return replay.lost
 

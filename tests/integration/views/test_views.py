@@ -179,8 +179,8 @@ def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
 ) -> None:
     """A row that changes more every time would hold back the one that changed once, for ever."""
     # Nothing that is left goes out by itself.
-    monkeypatch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
-    monkeypatch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 100.0)
+    monkeypatch.setattr("deltasync.views.decision._SHORTEST_SECONDS", 100.0)
+    monkeypatch.setattr("deltasync.views.decision.LONGEST_SECONDS", 100.0)
     with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}) as service:
         target = Recorder()
         with Trainer(service.grpc) as trainer, follow(service, "young", "a", target):
@@ -221,8 +221,8 @@ def test_rows_that_went_back_leave_nothing_to_look_for(
     with Trainer(service.grpc) as trainer, follow(service, "few", "a", target):
         wait_until_in_sync(service, "few", trainer.publish_all())
         with monkeypatch.context() as slowly:
-            slowly.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
-            slowly.setattr("deltasync.views.pacing.LONGEST_SECONDS", 100.0)
+            slowly.setattr("deltasync.views.decision._SHORTEST_SECONDS", 100.0)
+            slowly.setattr("deltasync.views.decision.LONGEST_SECONDS", 100.0)
             released(service, "few", trainer.change(20, [USER]))
         for name, rows in target.tables.items():
             trainer.rows[name][:] = rows

@@ -69,7 +69,7 @@ def rows_of(shard: Shard, *ids: int) -> RowBatch:
 def recovered(log: LogStore) -> ModelStore:
     """A store that has read the log, as a model does."""
     store = ModelStore(log, "m")
-    store.recover(recorded_models(log).get("m", {"history": "h", "tables": [], "removed": {}}))
+    store.load(recorded_models(log).get("m", {"history": "h", "tables": [], "removed": {}}))
     seals, _ = store.seals()
     store.drop_unsealed(seals[-1].version if seals else 0)
     return store

@@ -206,7 +206,7 @@ async def test_a_cut_of_a_new_layout_that_is_sealed_as_the_log_is_read_is_not_ca
 ) -> None:
     async with opened(tmp_path) as service:
         await publish(service)
-        recover, loop = ModelStore.recover, asyncio.get_running_loop()
+        recover, loop = ModelStore.load, asyncio.get_running_loop()
 
         async def cut() -> None:
             position = service.models["clicks"].position
@@ -216,7 +216,7 @@ async def test_a_cut_of_a_new_layout_that_is_sealed_as_the_log_is_read_is_not_ca
             recover(store, record)
             asyncio.run_coroutine_threadsafe(cut(), loop).result(20)
 
-        monkeypatch.setattr(ModelStore, "recover", slow)
+        monkeypatch.setattr(ModelStore, "load", slow)
         assert problems(await check(service)) == []
 
 

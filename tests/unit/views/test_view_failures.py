@@ -9,6 +9,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
+    SINGLE_ROWS,
     TOP,
     USER,
     bits_of,
@@ -49,7 +50,7 @@ async def refused_release(local: LocalModel, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("then", ["nothing", "a cut", "a restart", "another policy"])
-async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_first(
+async def test_a_refused_release_is_hidden_and_written_first(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Else replicas at the release before would hold different bits."""
@@ -86,7 +87,7 @@ async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_fir
     assert (await models.open()).view().seal_of(held.number) == held.seal
 
 
-async def test_a_checkpoint_has_a_release_that_a_full_log_refuses(
+async def test_a_checkpoint_includes_a_release_refused_by_a_full_log(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be no room in the log before it is cut, and it is cut once there are checkpoints."""
@@ -177,10 +178,9 @@ async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> N
     assert "row 7" in local.model.tables.failed
 
 
-async def test_rows_that_cannot_be_taken_are_shown_to_nobody(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_half_updated_release_is_hidden(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some may be of the release by then, and others not."""
+    local.limits = SINGLE_ROWS
     view, apply, calls = await local.prepared_view(TOP), EncodedTable.apply, count()
 
     def broken(table: EncodedTable, *arguments: Any) -> None:
@@ -188,7 +188,6 @@ async def test_rows_that_cannot_be_taken_are_shown_to_nobody(
             raise MemoryError
         apply(table, *arguments)
 
-    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
     monkeypatch.setattr(EncodedTable, "apply", broken)
     await local.cut(changed(1, USER, 3, 4))
     with pytest.raises(DamagedRows):
