@@ -116,7 +116,7 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
-        releases = {name: view.state.newest.statistics for name, view in views.items() if view.state.newest}
+        releases = {name: view.state.statistics for name, view in views.items() if view.state.statistics}
         await changing.change()
         parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}

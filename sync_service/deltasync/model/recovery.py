@@ -52,11 +52,7 @@ class RecoveryResult:
 
 
 class ModelRecovery:
-    """Restores the tables of a model and its views. Used once, on the model's thread.
-
-    Attributes:
-        problems: checkpoints and parts of the log that could not be used, and why. Any thread may read it.
-    """
+    """Restores the tables of a model and its views. Used once, on the model's thread."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class ModelRecovery:
         views: Sequence["ViewRecovery"],
         problems: list[str],
     ) -> None:
-        """Prepare to fill `tables`. Problems are added to `problems`; for the others see `Model`."""
+        """Prepare to fill `tables`. Whatever cannot be used of checkpoints and log is added to `problems`."""
         self.problems = problems
         self._model = model
         self._log = log
@@ -79,12 +75,7 @@ class ModelRecovery:
         self._lost = NOTHING_LOST
 
     def run(self, record: Mapping[str, Any]) -> RecoveryResult:
-        """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
-
-        Raises:
-            RowsLost: no checkpoint is usable, and the log does not go back far enough.
-            StorageFailed: a record is damaged, or there is no room.
-        """
+        """Restore the model as of the last sound sealed cut; see `Model.recover`."""
         self._store.load(record)
         while True:
             seals, problem = self._sound_seals()
@@ -118,8 +109,7 @@ class ModelRecovery:
     def _replay(self, seals: Sequence[Seal], version: int) -> tuple[int, str] | None:
         """Apply the log's versions after the version of the tables.
 
-        Returns:
-            None if all are sound; otherwise the last sound version, and the problem with the next.
+        Returns the last sound version and the problem with the next; None if all are sound.
         """
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
@@ -153,8 +143,7 @@ class ModelRecovery:
     def _load_newest(self, seals: list[Seal]) -> tuple[Manifest | None, list[Seal]]:
         """Load the newest sound checkpoint that fits the log with these seals.
 
-        Returns:
-            The checkpoint, None if the log has everything; and the seals that the log then has.
+        Returns it, or None if the log has everything; and the seals that the log then has.
         """
         listing = self._checkpoints.manifests()
         if listing.unreachable and self._log.shared:  # It may have rows that the log has lost.
@@ -199,10 +188,7 @@ class ModelRecovery:
         return self._sound_seals()[0]
 
     def _load(self, manifest: Manifest, unreachable: list[str]) -> bool:
-        """Load a checkpoint, and return whether it succeeded.
-
-        If a place is not reachable, its error is added to `unreachable`.
-        """
+        """Load a checkpoint, and return whether it succeeded. Errors of places are added to `unreachable`."""
         tables = self._begin(manifest)
         try:
             self._checkpoints.load(manifest, [tables.get(entry.key) for entry in manifest.tables])
@@ -252,11 +238,7 @@ class ModelRecovery:
         return sum(map(len, self._lost.rows.values()))
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
-        """Make all tables of the model and its views, empty.
-
-        Returns:
-            The tables for which the checkpoint has rows, by its keys.
-        """
+        """Make all tables of the model and its views, empty. Return those in the checkpoint, by its keys."""
         self._lost = NOTHING_LOST
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._views:
@@ -310,14 +292,9 @@ class ViewRecovery(Protocol):
         """Discard the tables of an earlier `restore`, to make room for new ones."""
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the view's tables in a checkpoint.
+        """Begin with the view's tables in a checkpoint, and the `Source.checkpoint_state` there, if any.
 
-        Args:
-            state: the result of `Source.checkpoint_state`; None if no checkpoint has it.
-            entries: the view's tables in the checkpoint.
-
-        Returns:
-            The tables to load, in the order of `entries`; None for one that is no longer needed.
+        Returns the tables to load, in the order of `entries`; None for one that is no longer needed.
         """
 
     def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from deltasync.access.limits import LimitOptions
 from deltasync.checkpoints.file_storage import DEADLINE_SECONDS
 from deltasync.cuts.norm_guard import NormLimit
+from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 
 _CHECKPOINT_BYTES = 256 << 20
 
@@ -36,6 +37,7 @@ class ServiceOptions:
         progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
             readiness limit.
         silence_seconds: end a stream on which either side sends nothing for this long.
+        releases: how releases of consumers with a policy are made.
     """
 
     data_dir: Path
@@ -57,6 +59,7 @@ class ServiceOptions:
     limits: LimitOptions = field(default_factory=LimitOptions)
     progress_seconds: float = 5.0
     silence_seconds: float = 15.0
+    releases: ReleaseOptions = RELEASE_OPTIONS
 
     def __post_init__(self) -> None:
         most = self.log_max_bytes // 4

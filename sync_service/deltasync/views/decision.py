@@ -14,17 +14,42 @@ from numpy.typing import NDArray
 from deltasync.base.words import are, counted
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Mask
-from deltasync.kernels.ranking import rank_rows, take_largest
+from deltasync.kernels.dirty_rows import rank_rows, take_largest
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 N = TypeVar("N", bound=np.generic)
 
-# Bounds of the pause between releases without a new version, since versions may come in a burst or hours apart.
-_SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 10.0
 # Number of newest versions from which to estimate their pace.
 PACE_VERSIONS = 8
+
+
+@dataclass(frozen=True)
+class ReleaseOptions:
+    """How often releases are made, and for how long cuts wait for one.
+
+    Attributes:
+        shortest_seconds: the shortest pause between releases without a new version, since versions may come in a
+            burst.
+        longest_seconds: the longest one, since versions may come hours apart.
+        retry_seconds: pause before the next attempt to make the tables of a policy.
+        turn_seconds: a cut waits for at most this time and one block.
+        copied_bytes: size of a block of rows that are copied into new tables.
+        compared_bytes: size of a block of rows that are compared, which is faster.
+        updated_bytes: size of a block of rows that are updated.
+    """
+
+    shortest_seconds: float = 0.1
+    longest_seconds: float = 10.0
+    retry_seconds: float = 10.0
+    turn_seconds: float = 0.01
+    copied_bytes: int = 2 << 20
+    compared_bytes: int = 64 << 20
+    updated_bytes: int = 1 << 20
+
+
+RELEASE_OPTIONS = ReleaseOptions()
 
 
 class Action(Enum):
@@ -83,7 +108,9 @@ class Situation:
     tables_after_seconds: float = 0.0
 
 
-def next_action(policy: Policy, now: Situation, now_ns: int) -> NextAction:
+def next_action(
+    policy: Policy, now: Situation, now_ns: int, options: ReleaseOptions = RELEASE_OPTIONS
+) -> NextAction:
     """Decide what to do next for a consumer's view.
 
     Nothing is released while the consumer is paused or nobody listens. A release that the log refused comes first,
@@ -99,19 +126,19 @@ def next_action(policy: Policy, now: Situation, now_ns: int) -> NextAction:
         if now.arrived:
             return NextAction(Action.WAIT, None, f"replicas get {now.follows} and nothing later")
         return NextAction(Action.FOLLOW, 0, f"replicas are to hold {now.follows}")
+    rows = _due(policy, now, now_ns, options)
     if now.fits:
-        return _due(policy, now, now_ns)
+        return rows
     if now.tables_after_seconds <= 0:
         return NextAction(Action.TABLES, 0, "the view lacks tables in the form of the policy")
-    rows = _due(policy, now, now_ns)  # With the tables that it has.
     if rows.seconds is None or rows.seconds > now.tables_after_seconds:
         reason = f"the policy's tables could not be made; {rows.reason}"
         return NextAction(Action.WAIT, now.tables_after_seconds, reason)
     return rows
 
 
-def _due(policy: Policy, now: Situation, now_ns: int) -> NextAction:
-    """Decide when rows are due.
+def _due(policy: Policy, now: Situation, now_ns: int, options: ReleaseOptions) -> NextAction:
+    """Decide when rows of the present tables are due.
 
     Each new version gets one release, no sooner than the policy's minimum interval after the last one. Without a
     new version, rows of the backlog go out at the pace at which versions came, or once the oldest reaches the
@@ -125,7 +152,7 @@ def _due(policy: Policy, now: Situation, now_ns: int) -> NextAction:
     seconds = _wait(policy.min_interval_seconds, now.released_ns, now_ns)
     reason = f"version {now.newest_version} is new"
     if now.newest_version == now.compared_version:
-        paced = _wait(_pace(now.sealed_ns), now.released_ns, now_ns)
+        paced = _wait(_pace(now.sealed_ns, options), now.released_ns, now_ns)
         if policy.max_age_seconds is not None:
             paced = min(paced, _wait(policy.max_age_seconds, now.oldest_dirty_ns, now_ns))
         seconds, reason = max(seconds, paced), f"{are(now.backlog_rows, 'row')} left from the last release"
@@ -140,13 +167,11 @@ def _wait(seconds: float, since_ns: int | None, now_ns: int) -> float:
     return max(0.0, seconds - waited) if waited >= 0 else 0.0
 
 
-def _pace(sealed_ns: Sequence[int]) -> float:
+def _pace(sealed_ns: Sequence[int], options: ReleaseOptions) -> float:
     """Twice the median time between recent versions, within bounds. One outage does not change the median."""
-    recent = sealed_ns[-PACE_VERSIONS:]
-    if len(recent) < 2:
-        return _SHORTEST_SECONDS
-    between = median_low(later - earlier for earlier, later in pairwise(recent)) / 1e9
-    return min(max(2 * between, _SHORTEST_SECONDS), LONGEST_SECONDS)
+    between = [later - earlier for earlier, later in pairwise(sealed_ns[-PACE_VERSIONS:])]
+    pace = 2 * median_low(between) / 1e9 if between else 0.0
+    return min(max(pace, options.shortest_seconds), options.longest_seconds)
 
 
 _ONE = np.ones(1, np.int64)

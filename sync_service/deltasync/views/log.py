@@ -1,6 +1,5 @@
 """The state of a view, and its records in the log: heads of releases, and the row ids of each."""
 
-import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltasync.base.clock import Succession
-from deltasync.base.decision import Decision
 from deltasync.base.errors import StorageFailed
-from deltasync.core.position import NOWHERE, Position, can_continue
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal, release_checksum
 from deltasync.log.log_store import LAST_NUMBER, LogStore
@@ -44,21 +41,20 @@ class ReleaseHistory:
         succession: when each release became the newest.
     """
 
-    def __init__(self, history_id: str | None = None, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
-        """Start with known releases, oldest first. Without an id, start a new history."""
-        self.id = history_id or uuid.uuid4().hex
+    def __init__(self, history_id: str, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
+        """Start with known releases, oldest first."""
+        self.id = history_id
         self.first_version = first_version
         self.succession = Succession()
-        self._heads: deque[Head] = deque(heads, maxlen=KEPT_HEADS)
+        self._heads = {head.number: head for head in heads}
+        self._newest = next(reversed(self._heads.values()), None)
 
     def add(self, head: Head, at_ns: int) -> None:
         """Add the newest release, made at `at_ns` by `steady_ns`."""
-        self._heads.append(head)
+        self._heads[head.number] = self._newest = head
+        if len(self._heads) > KEPT_HEADS:
+            del self._heads[next(iter(self._heads))]
         self.succession.add(head.number, at_ns)
-
-    @property
-    def _newest(self) -> Head | None:
-        return self._heads[-1] if self._heads else None
 
     def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
         """Return the head of the next release, sealed; the release was made from the version with seal `of`."""
@@ -81,34 +77,8 @@ class ReleaseHistory:
         return head.seal if head else 0
 
     def head(self, number: int) -> Head | None:
-        """The head of a release, or None if unknown. The known heads have successive numbers."""
-        while newest := self._newest:
-            back = newest.number - number
-            head = self._heads[-1 - back] if 0 <= back < len(self._heads) else None
-            if head is None or head.number == number:
-                return head
-            if newest is self._newest:  # Otherwise another thread has added a head.
-                return None
-        return None
-
-    def continue_from(
-        self, held: Position, newest: int, of_model: Decision, acknowledged: Position = NOWHERE
-    ) -> tuple[Decision, Position]:
-        """Decide whether a replica can continue from its position. Return that position in this history too.
-
-        Args:
-            held: the position that the replica reports.
-            newest: the number of the newest release; 0 = there is none.
-            of_model: whether `held` is a version in the model's past. It counts only up to `first_version`,
-                because later numbers of the view are releases.
-            acknowledged: the replica's offset.
-        """
-        seal = self.seal_of(held.number)
-        if of_model.yes and held.number <= self.first_version:
-            decision = Decision(True, f"the replica holds version {held.number}, from before the policy")
-            return decision, Position(self.id, held.number, seal)
-        decision = can_continue(held, self.id, newest, seal, unit="release", acknowledged=acknowledged)
-        return decision, Position(self.id, held.number, held.seal) if decision.yes else Position(self.id)
+        """The head of a release, or None if unknown."""
+        return self._heads.get(number)
 
 
 def view_name(consumer: str) -> str:
@@ -154,14 +124,6 @@ def table_record(table: ViewTable) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class NewestRelease:
-    """The newest release of a view: its head for replicas, and its statistics."""
-
-    head: Head
-    statistics: ReleaseStatistics
-
-
-@dataclass(frozen=True)
 class ViewState:
     """The state of a view at one moment. Any thread may read it, because it is replaced and never changed.
 
@@ -178,16 +140,14 @@ class ViewState:
     backlog: Mapping[str, Backlog] = field(default_factory=dict)
 
     @cached_property
-    def newest(self) -> NewestRelease | None:
-        """The newest release; None if replicas can receive none yet."""
-        if not self.record:
-            return None
-        return NewestRelease(head_of_record(self.record), statistics_of_record(self.record))
-
-    @property
     def head(self) -> Head | None:
-        """The head of the newest release."""
-        return self.newest.head if self.newest else None
+        """The head of the newest release; None if replicas can receive none yet."""
+        return head_of_record(self.record) if self.record else None
+
+    @cached_property
+    def statistics(self) -> ReleaseStatistics | None:
+        """The statistics of the newest release; None if there is none."""
+        return statistics_of_record(self.record) if self.record else None
 
     @property
     def described(self) -> Sequence[Mapping[str, Any]]:
@@ -198,7 +158,7 @@ class ViewState:
     @property
     def backlog_rows(self) -> int:
         """Number of dirty rows left for later releases."""
-        return self.newest.statistics.backlog.rows if self.newest else 0
+        return self.statistics.backlog.rows if self.statistics else 0
 
     @property
     def oldest_dirty_version(self) -> int:
@@ -224,8 +184,8 @@ class ViewState:
     def without_dirty(self, version: int) -> "ViewState":
         """The state after a comparison at `version` that found no dirty rows."""
         record = self.record
-        if newest := self.newest:
-            statistics = asdict(replace(newest.statistics, backlog=RowTotals()))
+        if self.statistics:
+            statistics = asdict(replace(self.statistics, backlog=RowTotals()))
             record = {**record, "compared": version, "statistics": statistics}
         backlog = {table.name: Backlog(RowTotals(), table.source.norm) for table in self.tables}
         return ViewState(self.tables, record, version, backlog)
@@ -244,18 +204,17 @@ _UNWRITTEN_RECORDS = 16
 
 
 class ViewLog:
-    """The records of a view. Any thread may call it; every method except `note` blocks."""
+    """The records of a view. Any thread may call it; every method except `note` blocks.
+
+    Methods raise `StorageFailed` if a record is damaged or missing, or the log cannot be read or written.
+    """
 
     def __init__(self, log: LogStore, consumer: str) -> None:
         self._log = log
         self._name, self._heads, self._ids = view_name(consumer), heads_stream(consumer), releases_stream(consumer)
 
     def view(self) -> Mapping[str, Any] | None:
-        """The record of the view; None if there is none.
-
-        Raises:
-            StorageFailed: it is damaged.
-        """
+        """The record of the view; None if there is none."""
         if (record := self._log.items(self._name).get("")) is None:
             return None
         with reading(f"record {self._name}"):
@@ -263,15 +222,9 @@ class ViewLog:
             return {name: content[name] for name in ("history", "model_history")}
 
     def write(self, head: Mapping[str, Any], ids: Sequence[Ids], view: Mapping[str, Any] | None) -> None:
-        """Write a release. After an error, repeat the call with the same arguments.
+        """Write the head of a release and its row ids by slot; with its first release, the record of the view.
 
-        Args:
-            head: the record of its head.
-            ids: the rows that it took, by slot.
-            view: the record of the view, for its first release only.
-
-        Raises:
-            StorageFailed: the log refused a record, so the release does not exist.
+        If the log refuses a record, the release does not exist. Then repeat the call with the same arguments.
         """
         number, written = head["number"], list[Future[None]]()
         if view:
@@ -289,21 +242,13 @@ class ViewLog:
         self._log.append(self._heads, head["number"], 0, 0, pack_json(head), patient=True)
 
     def heads(self, first: int = 0, last: int = LAST_NUMBER) -> Iterator[dict[str, Any]]:
-        """The records of heads with numbers from `first` to `last`, oldest first.
-
-        Raises:
-            StorageFailed: one is damaged.
-        """
+        """The records of heads with numbers from `first` to `last`, oldest first."""
         for each in self._log.read(self._heads, first, last):
             with reading(name_of(self._heads, each.number)):
                 yield unpack_json(each.payload)
 
     def heads_before(self, newest: Mapping[str, Any]) -> list[Head]:
-        """The heads before the newest one, oldest first, as far back as their seals form a chain.
-
-        Raises:
-            StorageFailed: one is damaged.
-        """
+        """The heads before the newest one, oldest first, as far back as their seals form a chain."""
         heads, seal = deque[Head](), newest["after"]
         for record in reversed(list(self.heads(last=newest["number"] - 1))):
             if not seal or record["seal"] != seal:
@@ -313,11 +258,7 @@ class ViewLog:
         return list(heads)
 
     def ids(self, head: Mapping[str, Any]) -> list[Ids]:
-        """The rows ([n], ascending, by slot) that a release took.
-
-        Raises:
-            StorageFailed: some are damaged, or missing.
-        """
+        """The rows ([n], ascending, by slot) that a release took."""
         number, rows = head["number"], head["rows_taken"]
         pieces: list[list[Ids]] = [[] for _ in rows]
         missing = list(rows)
@@ -332,20 +273,12 @@ class ViewLog:
         return [np.concatenate([np.zeros(0, np.int64), *some]) for some in pieces]
 
     def truncate(self, number: int, newest: int) -> None:
-        """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release."""
         self._log.truncate(self._ids, number).result()
         self._log.truncate(self._heads, max(0, min(number, newest - KEPT_HEADS))).result()
 
     def discard(self) -> None:
-        """Remove all records.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
+        """Remove all records."""
         self._log.put(self._name, None).result()
         self._log.truncate(self._heads, LAST_NUMBER).result()
         self._log.truncate(self._ids, LAST_NUMBER).result()

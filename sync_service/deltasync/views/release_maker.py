@@ -33,14 +33,14 @@ from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import TableForm
 from deltasync.core.tables import TableKind
-from deltasync.kernels.ranking import split_amounts
+from deltasync.kernels.dirty_rows import split_amounts
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals, total
 from deltasync.model.model import Model
 from deltasync.model.releases import Head
-from deltasync.views.decision import DirtyRows, pick
+from deltasync.views.decision import DirtyRows, ReleaseOptions, pick
 from deltasync.views.kept_tables import delete_later_rows
 from deltasync.views.log import (
     ReleaseHistory,
@@ -50,25 +50,9 @@ from deltasync.views.log import (
     state_record,
     table_record,
 )
-from deltasync.views.table import PIECE_BYTES, ReplicaComparison, RowUpdate, ViewTable
+from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TurnLimits:
-    """How long cuts wait for a release: at most `seconds` and one block.
-
-    Copying a block takes longer than comparing one, which uses several cores.
-    """
-
-    seconds: float = 0.01
-    copied_bytes: int = 2 << 20
-    compared_bytes: int = 64 << 20
-    updated_bytes: int = PIECE_BYTES
-
-
-TURN_LIMITS = TurnLimits()
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,7 @@ class PendingRelease:
     Attributes:
         state: the state of the view with it.
         ids: the rows that it took ([n], ascending), by slot.
-        stage: how far it is. Set by the model's thread, and by the event loop between its turns.
+        stage: set by the model's thread, and by the event loop once its turns are over.
     """
 
     state: ViewState
@@ -144,7 +128,7 @@ class ReleaseMaker:
         log: ViewLog,
         history: str,
         changed: Callable[[], None],
-        limits: TurnLimits,
+        options: ReleaseOptions,
     ) -> None:
         """`changed` is called after each attempt to make a release."""
         self.state = ViewState()
@@ -154,12 +138,12 @@ class ReleaseMaker:
         self._model = model
         self._log = log
         self._changed = changed
-        self._limits = limits
+        self._options = options
 
     async def resume(self, state: ViewState) -> None:
         """Continue from the end of a replay."""
         self.state = state
-        if state.newest:
+        if state.head:
             try:
                 heads = await in_own_thread(self._log.heads_before, state.record)
             except (LogUnavailable, VolumeFailed):
@@ -168,16 +152,13 @@ class ReleaseMaker:
                 logger.warning("consumer %s: cannot read releases before the newest: %s", self._consumer, error)
                 heads = []
             self.history = ReleaseHistory(self.history.id, state.record["first_version"], heads)
-            self.history.add(state.newest.head, -FOREVER_NS)
+            self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
     async def plan(self, forms: Iterable[tuple[StampedTable, TableForm]]) -> ReleasePlan:
-        """Allocate the tables of a release: tables of the model, each in its form.
+        """Plan a release of tables of the model, each in its form.
 
-        It keeps the tables that have their form, enlarges those that only need more rows, and creates the others.
-
-        Raises:
-            StorageFailed: there is no room.
+        It keeps the tables that have their form, enlarges those that only lack rows, and allocates the others.
         """
 
         def allocate() -> ReleasePlan:
@@ -196,14 +177,8 @@ class ReleaseMaker:
         return await asyncio.to_thread(allocate)
 
     async def make(self, plan: ReleasePlan) -> None:
-        """Make the next release, if there is anything to release.
-
-        Raises:
-            StorageFailed: the log refused the release.
-            DamagedRows: rows of the model do not match their digests.
-        """
+        """Make the next release, if there is anything to release. Call `finish` before planning it."""
         try:
-            await self._write()
             turns = self._turns(plan)
             next(turns)
             while await self._model.on_thread(_turn, turns, self._at_once):
@@ -257,7 +232,7 @@ class ReleaseMaker:
         if not before.head and all(table.form == TableForm.unchanged(table.form.spec) for table in plan.new):
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
         try:
-            build = ReleaseBuild(before, plan, stamp, self._consumer, self._limits)
+            build = ReleaseBuild(before, plan, stamp, self._consumer, self._options)
             while (seal := tables.seal) and (plan.goes_on is None or plan.goes_on()):
                 if build.compare_some():
                     break
@@ -277,12 +252,12 @@ class ReleaseMaker:
 
     def _take(self, build: "ReleaseBuild", plan: ReleasePlan, seal: Seal, *, at_once: bool) -> bool:
         """Choose rows at the version of a seal and begin to update them. Return whether there is a release."""
-        before, newest, made_unix_ns = self.state, self.state.newest, time.time_ns()
+        before, last, made_unix_ns = self.state, self.state.statistics, time.time_ns()
         build.compare_rest(seal.version)
         picked = pick(
             build.dirty(plan.overdue_version),
             plan.policy,
-            newest.statistics.taken.rows if newest and seal.version == before.compared_version else 0,
+            last.taken.rows if last and seal.version == before.compared_version else 0,
             kept=seal.version if plan.kept else 0,
             at_once=at_once,
             new_tables=[table.sent.counts.changed for table in plan.new],
@@ -306,14 +281,7 @@ class ReleaseMaker:
         head = replace(Head.of(seal, number), rows=taken.rows, bytes=taken.bytes)
         head = replace(head, kept=plan.kept.name if plan.kept else "")
         left = total(each.amount for each in backlog.values())
-        statistics = ReleaseStatistics(
-            number=number,
-            version=seal.version,
-            made_unix_ns=made_unix_ns,
-            taken=taken,
-            backlog=left,
-            reason=picked.reason,
-        )
+        statistics = ReleaseStatistics(number, seal.version, made_unix_ns, taken, left, picked.reason)
         record = {
             **asdict(self.history.sealed(head, seal, made_unix_ns)),
             "after": before.head.seal if before.head else 0,
@@ -367,13 +335,13 @@ class ReleaseBuild:
     """
 
     def __init__(
-        self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, limits: TurnLimits
+        self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, options: ReleaseOptions
     ) -> None:
         """Start with the tables of a plan, enlarging some."""
         for grow in plan.growth:
             grow()
         self.stamp = stamp
-        self._before, self._tables, self._limits = before, plan.tables, limits
+        self._before, self._tables, self._options = before, plan.tables, options
         self._new = plan.new
         present = [table for table in plan.tables if table not in plan.new]
         if plan.kept_tables:
@@ -385,7 +353,7 @@ class ReleaseBuild:
             table.stamp = stamp
         self._comparisons = {table: ReplicaComparison(table, before.compared_version + 1) for table in present}
         after = [table.compared if table in self._comparisons else 0 for table in plan.tables]
-        self._block_bytes = limits.copied_bytes if plan.new else limits.compared_bytes
+        self._block_bytes = options.copied_bytes if plan.new else options.compared_bytes
         self._copy = PreCopy([table.source for table in plan.tables], after, self._block_bytes)
         self._copied = False
         self._updates = list[RowUpdate]()
@@ -394,7 +362,7 @@ class ReleaseBuild:
 
     def compare_some(self) -> bool:
         """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""
-        end, blocks = time.perf_counter() + self._limits.seconds, 0
+        end, blocks = time.perf_counter() + self._options.turn_seconds, 0
         while not self._copied:
             block = self._copy.next_block(self._block_bytes)
             if block is None:
@@ -409,7 +377,7 @@ class ReleaseBuild:
         return True
 
     def compare_rest(self, version: int) -> None:
-        """Copy and compare all remaining rows, with the model's tables at `version`."""
+        """Copy or compare all remaining rows, with the model's tables at `version`."""
         for slot, ids in self._copy.rest():
             self._compare(slot, ids)
         for comparison in self._comparisons.values():
@@ -447,13 +415,10 @@ class ReleaseBuild:
                     np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
 
     def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
-        """Start updating the dirty rows in the masks `taken`, by slot, to their present values.
+        """Start updating the dirty rows in the masks `taken`, by slot, to their present values, for a release.
 
-        Replicas at release `number` will hold these values; `update_some` does the work.
-
-        Returns:
-            The dirty rows to update ([n], ascending) by slot, the totals of the release including all rows of new
-            tables, and the backlog of each table by name.
+        Returns these rows ([n], ascending) by slot, the totals of the release with all rows of new tables, and the
+        backlog of each table by name.
         """
         every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self._tables, taken, strict=True):
@@ -464,7 +429,7 @@ class ReleaseBuild:
             amounts.append(amount)
             which = np.flatnonzero(mask)  # A few times faster than indexing with the mask.
             every.append(table.dirty.ids[which])
-            update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._limits.updated_bytes)
+            update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._options.updated_bytes)
             updates.append(update)
         for each in updates:  # At the end, because an update that has begun must not fail.
             each.begin()
@@ -474,11 +439,9 @@ class ReleaseBuild:
     def update_some(self) -> bool:
         """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
 
-        Raises:
-            DamagedRows: rows of the model do not match their digests, or could not be updated. The tables are
-                then between two releases.
+        After an error, which is always `DamagedRows`, the tables are between two releases.
         """
-        end = time.perf_counter() + self._limits.seconds
+        end = time.perf_counter() + self._options.turn_seconds
         while self._updates:
             try:
                 if self._updates[-1].go_on():

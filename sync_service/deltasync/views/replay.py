@@ -21,9 +21,10 @@ from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
+from deltasync.views.decision import ReleaseOptions
 from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
-from deltasync.views.release_maker import ReleaseBuild, ReleasePlan, TurnLimits, split_dirty
+from deltasync.views.release_maker import ReleaseBuild, ReleasePlan, split_dirty
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
 
 
@@ -56,12 +57,12 @@ class Replay:
         lost: why the view cannot be rebuilt; empty if it can.
     """
 
-    def __init__(self, owner: str, model: Model, log: ViewLog, history: str, limits: TurnLimits) -> None:
+    def __init__(self, owner: str, model: Model, log: ViewLog, history: str, options: ReleaseOptions) -> None:
         self.owner = owner
         self._model = model
         self._log = log
         self._history = history
-        self._limits = limits
+        self._options = options
         self.discard()
 
     def discard(self) -> None:
@@ -75,11 +76,7 @@ class Replay:
         self._clean_at = 0
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the tables of a checkpoint; see `ViewRecovery.restore`.
-
-        Raises:
-            StorageFailed: there is no room for them, or the log cannot be read at present.
-        """
+        """Begin with the tables of a checkpoint; see `ViewRecovery.restore`."""
         self.begun = True
         self._sources = {(table.spec.name, table.removed_before): table for table in self._model.tables}
         if state and line_of(state["history"]) == line_of(self._history):
@@ -121,11 +118,7 @@ class Replay:
         self.lost = self.lost or why
 
     def replay(self, version: int) -> None:
-        """Repeat the releases made from a version, with the model's tables at that version.
-
-        Raises:
-            StorageFailed: there is no room for tables, or the log cannot be read at present.
-        """
+        """Repeat the releases made from a version, with the model's tables at that version."""
         try:
             while not self.lost and self._heads and self._heads[0]["version"] <= version:
                 self._make_again(self._heads.popleft(), version)
@@ -149,7 +142,7 @@ class Replay:
         if record.get("kept_id"):
             plan = self._with_kept(plan, record)
         stamp = plan.new[0].stamp if plan.new else 0
-        build = ReleaseBuild(self.state, plan, stamp, self.owner, self._limits)
+        build = ReleaseBuild(self.state, plan, stamp, self.owner, self._options)
         while not build.compare_some():
             pass
         build.compare_rest(record["version"])
@@ -212,9 +205,7 @@ class Replay:
         return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
-        """Make an empty table from its record; None if the model no longer has that table. It may have another one
-        of the same name.
-        """
+        """Make an empty table from its record; None if the model no longer has that table."""
         if (source := self._sources.get((record["table"], record["source"]))) is None:
             return None
         form, memory = form_of_record(record, source.spec), self._model.memory

@@ -82,7 +82,7 @@ class DirtySet:
     def after(
         self, compared_rows: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
     ) -> "tuple[DirtySet, ChangeCounts]":
-        """The set after a comparison at `version`, and the counts of the stamps of clean rows after and before.
+        """The set after a comparison at `version`, and the counts of the stamps of clean rows, which were `clean`.
 
         `held_stamps` ([N], by slot) say when replicas were last sent each row.
         """
@@ -132,7 +132,7 @@ NONE_DIRTY = _room(0)
 
 
 # Rows are encoded in pieces whose scratch memory fits the processor's cache.
-PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _LARGEST_NORM = np.finfo(np.float32).max
 
 
@@ -173,11 +173,7 @@ class ViewTable:
     def __init__(
         self, source: StampedTable, form: TableForm, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
-        """Make a table that no replica has received yet.
-
-        Raises:
-            StorageFailed: there is no room.
-        """
+        """Make a table that no replica has received yet."""
         self.source = source
         self.form = form
         self.born = born
@@ -243,14 +239,7 @@ class ViewTable:
             self.held.restamp(ids, self.source.stamps[self.source.locate(ids)])
 
     def grown(self, form: TableForm) -> Callable[[], None]:
-        """Allocate room for more rows. Blocks; any thread may call it.
-
-        Returns:
-            A function for the model's thread that enlarges the table to the size in `form`.
-
-        Raises:
-            StorageFailed: there is no room; the table is unchanged.
-        """
+        """Allocate room for more rows. Return a function for the model's thread that enlarges the table."""
         specs = [form.encoded_spec, *([] if self.sent is self.held else [form.wire_spec])]
         steps = [table.grown(spec) for table, spec in zip(self.stamped, specs, strict=True)]
 
@@ -337,7 +326,7 @@ class ViewTable:
                 table.apply(RowBatch.deletes(Shard.whole(table.spec), deleted), number)
 
     def _pieces(self, rows: int) -> Iterator[slice]:
-        size = max(1, PIECE_BYTES // self.source.spec.row_bytes)
+        size = max(1, _PIECE_BYTES // self.source.spec.row_bytes)
         return (slice(start, start + size) for start in range(0, rows, size))
 
     def _encoded(self, ids: Ids) -> RowBatch:
@@ -403,7 +392,7 @@ class RowUpdate:
     """
 
     def __init__(
-        self, table: ViewTable, ids: Ids, norms: Floats, number: int, piece_bytes: int = PIECE_BYTES
+        self, table: ViewTable, ids: Ids, norms: Floats, number: int, piece_bytes: int = _PIECE_BYTES
     ) -> None:
         """Prepare to update rows ([n], ascending), with their distances [n] from the rows of replicas."""
         self._piece_rows = max(1, piece_bytes // table.source.spec.row_bytes)

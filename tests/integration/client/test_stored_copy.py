@@ -258,7 +258,6 @@ def error_of(service: RunningService, checkpoint: Path) -> str:
     return error
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_command_says_which_row_of_whom_differs(
     service: RunningService, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +291,6 @@ def test_the_command_says_which_row_of_whom_differs(
     assert (code, "give only one of" in said) == (2, True)
 
 
-@pytest.mark.usefixtures("quick")
 def test_one_that_shows_nothing_does_not_hide_what_others_show(service: RunningService, trainer: Trainer) -> None:
     module = nn.Module()
     module.user = nn.EmbeddingBag(USER.rows, USER.dim)

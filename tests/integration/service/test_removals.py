@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     USER,
     Recorder,
@@ -19,7 +20,6 @@ from tests.support.fleet import (
     admin_of,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -61,9 +61,8 @@ def checkpoint_files(data_dir: Path) -> list[Path]:
 
 
 @pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
-    release_at_once(monkeypatch)
-    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1000)}) as service:
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1000)}, releases=AT_ONCE) as service:
         yield service
 
 

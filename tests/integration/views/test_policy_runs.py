@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -16,7 +17,6 @@ from tests.support.fleet import (
     Trainer,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -44,15 +44,8 @@ POLICIES = {
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
 # Streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 ALL_ROWS = USER.rows + ITEM.rows
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release rows that are left over at once."""
-    release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.02)
 
 
 def rows_of(release: Release) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -12,7 +13,6 @@ from tests.support.fleet import (
     Recorder,
     Trainer,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -27,13 +27,7 @@ from deltasync.views.log import ViewLog
 
 POLICIES = {"top": Policy(top_k=5)}
 # Idle streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release rows that are left over at once."""
-    release_at_once(monkeypatch)
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 
 
 def given_as(

@@ -37,9 +37,8 @@ from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
-from deltasync.views.registry import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.view import View
+from deltasync.views.view import ReleaseLoop, View
 
 
 class Disk:
@@ -115,7 +114,7 @@ async def test_rows_compared_in_several_turns_are_of_one_version(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that change while others are compared are compared again, before any of them is taken."""
-    local.limits = small_blocks(2 * USER.row_bytes)
+    local.options = small_blocks(2 * USER.row_bytes)
     view, turns = await local.prepared_view(TOP), 0
     await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
 
@@ -129,8 +128,8 @@ async def test_rows_compared_in_several_turns_are_of_one_version(
     await view.make_release(Policy(), 0)
     assert turns > 3
     assert view.state.compared_version == 3
-    assert view.state.newest
-    assert view.state.newest.statistics.taken.rows == 8
+    assert view.state.statistics
+    assert view.state.statistics.taken.rows == 8
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
@@ -138,7 +137,7 @@ async def test_a_run_that_begins_between_turns_is_released_whole(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows do not fit those of the run before."""
-    local.limits = small_blocks(2 * USER.row_bytes)
+    local.options = small_blocks(2 * USER.row_bytes)
     view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 1, 2, 3))
     other_run = local.batches(changed(2, USER, *range(USER.rows)))
@@ -183,7 +182,7 @@ async def test_a_new_table_and_a_new_run_are_released_together(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run began while the table was copied: rows of the table that was there fit no others any more."""
-    local.limits = small_blocks(4 * USER.row_bytes)
+    local.options = small_blocks(4 * USER.row_bytes)
     view = await local.prepared_view(Policy(tables=("item",), top_k=1))
     other_run = local.batches(changed(2, USER, *range(USER.rows)) | changed(2, ITEM, *range(ITEM.rows)))
 
@@ -311,7 +310,7 @@ def test_a_partly_applied_version_is_released_to_nobody(runner: asyncio.Runner, 
 async def test_rows_that_change_during_an_update_keep_their_version(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    local.limits = SINGLE_ROWS
+    local.options = SINGLE_ROWS
     other = await local.prepared_view(policy, "other")
     view, consumer = await local.prepared_view(policy), Consumer("top", "clicks", 1, policy)
     await local.cut(changed(1, USER, *range(9)) | changed(1, ITEM, 1, 2))
@@ -349,7 +348,7 @@ async def test_a_damaged_row_overwritten_during_an_update_fails_the_release(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cut is none the worse: it brings the row whole."""
-    local.limits = SINGLE_ROWS
+    local.options = SINGLE_ROWS
     view = await local.prepared_view(Policy())
     await local.cut(changed(1, USER, *range(9)))
     on_thread = local.model.on_thread

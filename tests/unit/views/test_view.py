@@ -118,7 +118,7 @@ async def test_without_room_for_a_table_the_view_stays_as_it_was(
 async def test_the_first_release_equals_its_version_while_cuts_go_on(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    local.limits = small_blocks(300)
+    local.options = small_blocks(300)
     await equals_its_version(local, monkeypatch, local.view(), policy)
 
 
@@ -127,7 +127,7 @@ async def test_the_release_after_a_policy_change_equals_its_version(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
 ) -> None:
     """Of a table that it makes, and of one that was there."""
-    local.limits = small_blocks(300)
+    local.options = small_blocks(300)
     view = await local.prepared_view(Policy(tables=("item",), value_type=ValueType.FP16))
     await equals_its_version(local, monkeypatch, view, Policy(value_type=value_type))
 

@@ -100,7 +100,7 @@ async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
     """Whether the rows are new in this form, or both are new; `top_k` leaves other rows for later."""
     await local.add(TableSpec("norm", 1, 1))
     await local.cut({"norm": {0: np.ones(1, np.float32)}})
-    local.limits = small_blocks(100)
+    local.options = small_blocks(100)
     view, turns = await local.prepared_view(first), 0
 
     async def cut_before(turn: int) -> None:

@@ -1,7 +1,5 @@
 """Views: what fails takes nothing else with it, in one process."""
 
-from collections import deque
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -29,7 +27,7 @@ from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull
-from deltasync.model.releases import FrozenRelease, Head
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
 from deltasync.views.table import EncodedTable
 from deltasync.views.view import View
@@ -180,7 +178,7 @@ async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> N
 
 async def test_a_half_updated_release_is_hidden(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some may be of the release by then, and others not."""
-    local.limits = SINGLE_ROWS
+    local.options = SINGLE_ROWS
     view, apply, calls = await local.prepared_view(TOP), EncodedTable.apply, count()
 
     def broken(table: EncodedTable, *arguments: Any) -> None:
@@ -194,19 +192,3 @@ async def test_a_half_updated_release_is_hidden(local: LocalModel, monkeypatch: 
         await view.make_release(Policy(), 0)
     with pytest.raises(ServiceUnavailable):
         await view.release(0)
-
-
-async def test_versions_of_releases_are_found_while_others_are_made(local: LocalModel) -> None:
-    """Releases are made on the model's thread, versions are asked for on another."""
-    view = await local.prepared_view(TOP)
-    history, later = view._maker.history, count(13)
-
-    @dataclass(frozen=True)
-    class Meanwhile(Head):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "number":
-                history.add(Head(next(later), 9, 0, 0), 0)
-            return super().__getattribute__(name)
-
-    history._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])
-    assert [view.version_of(number) for number in (12, 11, 10)] == [4, 3, 2]

@@ -88,7 +88,7 @@ class Play:
     def __init__(self, directory: Path, policy: Policy) -> None:
         self.policy = policy
         self.plain = PlainModel()
-        self.local = LocalModel(directory, limits=small_blocks(100))
+        self.local = LocalModel(directory, options=small_blocks(100))
         self.view = self.local.view()
         self.replicas = [PlainReplica() for _ in range(REPLICAS)]
         self.at: dict[Position, dict[str, int]] = {}
@@ -195,10 +195,10 @@ class Play:
     async def restart(self, _: Any) -> None:
         before = await bits_of(self.view)
         await self.local.close()
-        self.local = await LocalModel.opened(self.local.directory, limits=small_blocks(100))
+        self.local = await LocalModel.opened(self.local.directory, options=small_blocks(100))
         assert self.local.lost == {}
         self.view = self.local.view()
-        if before.newest:
+        if before.head:
             assert await bits_of(self.view) == before
             await self.check_held()
 
@@ -282,8 +282,8 @@ class Play:
 
     def check_statistics(self, expected: PlainRelease, new: Sequence[PlainHeld]) -> None:
         state = self.view.state
-        assert state.newest
-        statistics = state.newest.statistics
+        assert state.statistics
+        statistics = state.statistics
         check_amount(statistics.backlog, expected.left)
         for number, held in enumerate(self.plain.held):
             backlog = state.backlog[held.form.spec.name]

@@ -218,9 +218,9 @@ async def test_the_log_is_truncated_to_the_second_newest_checkpoint(
 
 async def test_statistics_of_the_newest_release_survive_a_restart(local: LocalModel, models: Models) -> None:
     view = await released_twice(local)
-    newest, backlog = view.state.newest, view.state.backlog
+    newest, backlog = view.state.statistics, view.state.backlog
     state = (await models.open()).view().state
-    assert state.newest == newest
+    assert state.statistics == newest
     assert state.backlog_rows == 2
     assert {name: each.amount for name, each in state.backlog.items()} == {
         name: each.amount for name, each in backlog.items()

@@ -111,7 +111,7 @@ class Play:
         manifests = sorted((self.local.directory / "checkpoints").rglob("*.json"))
         for each in manifests[len(manifests) - lost :] if len(manifests) > 1 else ():
             each.unlink()
-        self.local = await LocalModel.opened(self.local.directory, limits=small_blocks(100))
+        self.local = await LocalModel.opened(self.local.directory, options=small_blocks(100))
         assert self.local.lost == {}
         for name, bits in before.items():
             assert await bits_of(self.local.view(name)) == bits, name
@@ -159,7 +159,7 @@ STEPS = st.lists(RELEASES | RELEASES | st.tuples(OTHERS), min_size=5, max_size=1
 @given(STEPS, st.integers(0, 1))
 def test_a_view_that_comes_back_is_the_same(steps: list[tuple[Step, ...]], lost: int) -> None:
     async def main(folder: Path) -> None:
-        play = Play(LocalModel(folder, limits=small_blocks(100)))
+        play = Play(LocalModel(folder, options=small_blocks(100)))
         await play.local.add(USER, ITEM, MAP, MEAN)
         everything = {name: set(range(13)) for name in NAMES}
         try:
