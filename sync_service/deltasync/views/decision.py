@@ -73,39 +73,22 @@ class NextAction:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """The facts about a view for the decision. Times are nanoseconds by `steady_ns`.
-
-    Attributes:
-        newest_version: the model's newest version.
-        compared_version: the version at which rows were last picked for a release.
-        backlog_rows: dirty rows that were left at that version.
-        oldest_dirty_ns: seal time of the version since which the oldest of these rows is dirty.
-        released_ns: when the last release was made; None = never.
-        sealed_ns: when the last few versions were sealed, oldest first.
-        ready: whether a connected replica holds the last release.
-        paused: whether the consumer is paused.
-        connected: whether a replica is connected.
-        refused: whether the log refused the last release.
-        follows: the kept version that replicas are to hold, in words; empty = the newest version.
-        arrived: whether the view has that version, in the policy's form.
-        fits: whether the view has the tables of the policy, in the policy's form.
-        tables_after_seconds: time until these tables are tried again, because they could not be made.
-    """
+    """The facts about a view for the decision. Times are nanoseconds by `steady_ns`."""
 
     newest_version: int
-    compared_version: int
-    backlog_rows: int
-    oldest_dirty_ns: int
-    released_ns: int | None
-    sealed_ns: Sequence[int]
-    ready: bool
+    compared_version: int  # At which rows were last picked for a release.
+    backlog_rows: int  # Dirty rows that were left at that version.
+    oldest_dirty_ns: int  # Seal time of the version since which the oldest of these rows is dirty.
+    released_ns: int | None  # When the last release was made; None = never.
+    sealed_ns: Sequence[int]  # When the last few versions were sealed, oldest first.
+    ready: bool  # A connected replica holds the last release.
     paused: bool = False
-    connected: bool = True
-    refused: bool = False
-    follows: str = ""
-    arrived: bool = False
-    fits: bool = True
-    tables_after_seconds: float = 0.0
+    connected: bool = True  # A replica is.
+    refused: bool = False  # The log refused the last release.
+    follows: str = ""  # The kept version that replicas are to hold, in words; empty = the newest version.
+    arrived: bool = False  # The view has that version, in the policy's form.
+    fits: bool = True  # The view has the tables of the policy, in the policy's form.
+    tables_after_seconds: float = 0.0  # Until these tables are tried again, because they could not be made.
 
 
 def next_action(
@@ -258,25 +241,15 @@ def _pick_dirty(tables: Sequence[DirtyRows], policy: Policy, rest_after: int) ->
 
 @dataclass(frozen=True, eq=False)
 class _Candidates:
-    """The dirty rows of all tables, one table after the other.
+    """The dirty rows of all tables, one table after the other."""
 
-    Attributes:
-        ranks: [n] uint64, the order of the rows.
-        never_sent: [n] whether a row was never sent.
-        free: [n] whether the policy applies to it.
-        overdue: [n] whether it is free and overdue.
-        forced: [n] whether the policy does not apply to it.
-        ends: the end of each table except the last.
-        sizes: [n] int64, size of each row in bytes; or [1] if all are equal.
-    """
-
-    ranks: Ranks
+    ranks: Ranks  # [n] The first rows have the largest.
     never_sent: Mask
-    free: Mask
-    overdue: Mask
+    free: Mask  # [n] Whether the policy applies to a row.
+    overdue: Mask  # None of the others.
     forced: Mask
-    ends: Numbers
-    sizes: Numbers
+    ends: Numbers  # The end of each table except the last.
+    sizes: Numbers  # [n] Bytes of each row; or [1] if all are equal.
 
     @classmethod
     def of(cls, tables: Sequence[DirtyRows]) -> "_Candidates":

@@ -65,10 +65,9 @@ class ViewRegistry:
         self._recovering |= {view.owner: view for view in views}
         return [view.replay for view in views if view.replay]
 
-    async def follow(self, consumer: Consumer, model: Model) -> None:
-        """Add the view that a consumer needs: its recovered one, or a new one.
-
-        A paused consumer without a view gets none until `begin`.
+    async def follow(self, consumer: Consumer, model: Model, *, resumes: bool = False) -> None:
+        """Add the view that a consumer needs: its recovered one, or a new one. A paused one gets no new one until
+        it resumes.
         """
         if (entry := self._entries.get(consumer.name)) and entry.view.model is model:
             return
@@ -79,14 +78,9 @@ class ViewRegistry:
                 await self._add(consumer, await self._new(consumer, model))
             else:
                 await self._add(consumer, view)
-        elif consumer.follows or not (consumer.pause or consumer.policy.sends_everything):
+        elif consumer.follows or ((resumes or not consumer.pause) and not consumer.policy.sends_everything):
             await self._add(consumer, await self._new(consumer, model))
         self._recovering.pop(consumer.name, None)
-
-    async def begin(self, consumer: Consumer, model: Model) -> None:
-        """Make the view of a consumer that got its first policy while it was paused."""
-        if consumer.name not in self._entries and not consumer.policy.sends_everything:
-            await self._add(consumer, await self._new(consumer, model))
 
     async def _new(self, consumer: Consumer, model: Model) -> View:
         await in_own_thread(ViewLog(model.log, consumer.name).discard)  # Remove records of an earlier view.

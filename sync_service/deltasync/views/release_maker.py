@@ -189,10 +189,11 @@ class ReleaseMaker:
 
     async def finish(self) -> None:
         """Write the release that the log refused again, if there is one."""
-        try:
-            await self._write()
-        finally:
-            self._changed()
+        if self.pending:
+            try:
+                await self._write()
+            finally:
+                self._changed()
 
     async def _write(self) -> None:
         """Write the pending release to the log, if there is one, and publish it."""

@@ -272,7 +272,7 @@ class View:
 
     # Making releases, one call at a time.
 
-    def let_go_removed(self) -> None:
+    def drop_removed(self) -> None:
         """Drop tables that the model has removed. Replicas then reconnect."""
         if self.state.has_removed:
             self._maker.state = self.state.without_removed()
@@ -460,7 +460,7 @@ class ReleaseLoop:
     async def _advance(self) -> float | None:
         """Do what is due. Return the seconds until the next look; None = wait for a change."""
         view, policy = self._view, self._consumer.policy
-        view.let_go_removed()
+        view.drop_removed()
         following, before = view.follows, view.position
         now = next_action(policy, self._situation(policy), steady_ns(), view.options)
         if now.action is Action.WAIT:

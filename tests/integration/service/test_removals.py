@@ -428,7 +428,7 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
         shutil.copytree(tmp_path / "data", crashed)
 
     monkeypatch.setattr(ModelStore, "describe", copied)
-    monkeypatch.setattr(View, "let_go_removed", lambda _: None)
+    monkeypatch.setattr(View, "drop_removed", lambda _: None)
     admin_of(service).delete_table("clicks", "extra")
     monkeypatch.undo()
     with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
@@ -450,7 +450,7 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         with lost(follow(service, "top", "a", target)):
             wait_until_in_sync(service, "top", head)
     _wait_until_nobody_publishes(service)
-    monkeypatch.setattr(View, "let_go_removed", lambda _: None)
+    monkeypatch.setattr(View, "drop_removed", lambda _: None)
     admin_of(service).delete_table("clicks", "extra")
     with Trainer(service.grpc, ALL, run="s", started=2, seed=1) as trainer:
         trainer.rows["extra"][9:] = 0
