@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from tests.bench.timing import spread_of
+from tests.support.local_model import commit
 
 from deltasync.base.process import keep_freed_memory
 from deltasync.checkpoints.file_storage import Place
@@ -103,8 +104,7 @@ class ChangingTable:
         self._values += self._change
         self._version += 1
         seal = _sealed(self._version, len(self.ids), self.table)
-        self.model.seals.append(seal)
-        await self.model.apply_cut(seal, [RowBatch.of_table(self.table, self.ids, self._values)])
+        await commit(self.model, seal, [RowBatch.of_table(self.table, self.ids, self._values)])
 
 
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 # Where a process may be killed, and what is called there: of the service, of `deltasync restore`, of a rank and of
 # a replica.
 SERVICE_STEPS = {
-    "publish": "deltasync.cuts.session:PublishSession.take",
+    "publish": "deltasync.api.publish:add",
     "seal": "deltasync.model.model_store:ModelStore.seal",
     "commit": "deltasync.log.lmdb_store:LmdbStore._commit",
     "apply": "deltasync.model.applied_tables:AppliedTables.apply",

@@ -1,6 +1,7 @@
 """A model in this process: tests add cuts directly, without a rank or a service."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.support.seals import sealed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.cut_times import CutTimes
+from deltasync.core.cut_times import StopWatch
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
@@ -19,13 +20,29 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
 from deltasync.log.records import pack_layout, pack_rows
-from deltasync.model.model import Model
+from deltasync.model.model import CompleteCut, Model
 from deltasync.model.model_store import recorded_models
 from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
+
+
+def _raise(_: str, error: Exception) -> None:
+    raise error
+
+
+async def commit(
+    model: Model,
+    seal: Seal,
+    rows: Sequence[RowBatch] | None,
+    durable: Callable[[], None] = lambda: None,
+    failed: Callable[[str, Exception], None] = _raise,
+) -> None:
+    """Make a cut, whose rows are in the log, the next version of a model."""
+    cut = CompleteCut(seal, [table.spec for table in model.tables], rows, (), StopWatch({}))
+    await model.commit(cut, durable, failed, asyncio.Event())
 
 
 class LocalModel:
@@ -102,10 +119,7 @@ class LocalModel:
 
         `resync`: the rows are from a run that does not continue the earlier one.
         """
-        seal = self.seal_of_cut(rows, whole, resync=resync)
-        self.model.store.seal(seal).result()
-        self.model.note_sealed(CutTimes(seal, 0), [table.spec for table in self.model.tables])
-        await self.model.apply_cut(seal, rows)
+        await commit(self.model, self.seal_of_cut(rows, whole, resync=resync), rows)
 
     def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:
         """Write the rows of the next version to the log; returns the seal that completes it."""

@@ -12,11 +12,13 @@ from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
 from deltasync.api.process import sources_of
+from deltasync.api.publish import add
 from deltasync.base.clock import Moment
 from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
-from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.cuts.messages import check_close, check_open
+from deltasync.cuts.session import PublishSession, open_session
 from deltasync.model.model_store import ModelStore
 from deltasync.service.backup import Backups
 from deltasync.service.fsck import Checked, check_service
@@ -92,7 +94,7 @@ def sources(service: Service) -> Sources:
 
 async def join(service: Service, **fields: Any) -> PublishSession:
     opening = check_open(publish_open(**fields).open)
-    return await open_session(await service.publishing.open(opening.message.model), opening)
+    return await open_session(await service.publishing.open(opening.model), opening)
 
 
 async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSession:
@@ -110,9 +112,9 @@ async def send(session: PublishSession, requests: list[Any]) -> Position | None:
     for request in requests:
         received = read_request(request.SerializeToString())
         if isinstance(received, ReceivedRows):
-            position = await session.take(received) or position
+            position = await add(session, received) or position
         else:
-            position = await session.close(received.close)
+            position = await session.close(check_close(received.close, session.tables))
     return position
 
 

@@ -10,6 +10,8 @@ def sealed(
     world_size: int = 9,
     sealed_unix_ns: int = 1,
     event_time_unix_ns: int | None = None,
+    rollback_of: int | None = None,
+    accepts_any: bool = False,
 ) -> Seal:
     return Seal(
         version=version,
@@ -23,4 +25,6 @@ def sealed(
         step_end_unix_ns=1,
         sealed_unix_ns=sealed_unix_ns,
         event_time_unix_ns=event_time_unix_ns,
+        rollback_of=rollback_of,
+        accepts_any=accepts_any,
     )

@@ -12,8 +12,7 @@ from deltasync.api.requests import json_object
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.core.cut_times import KEPT_CUTS
-from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.sealing import CutRefusal
+from deltasync.cuts.coordinator import CutCoordinator, CutRefusal
 from deltasync.model.model import Model
 from deltasync.service.models import Models
 from deltasync.service.operators import PendingDelete, Removals
@@ -97,12 +96,14 @@ def _model_line(model: Model, coordinator: CutCoordinator | None) -> ModelLine:
     head = model.seals.newest_version
     if coordinator is None:
         return ModelLine(model.name, head, run="", ranks=[], refused=None, quarantine="")
-    sealer, now = coordinator.sealer, steady_ns()
+    now = steady_ns()
     ranks = [
         RankLine(rank, not each.ended, each.finished, round((now - each.since_ns) / 1e9, 3), each.left)
         for rank, each in sorted(coordinator.sessions.items())
     ]
-    return ModelLine(model.name, head, coordinator.run_id, ranks, _refused(sealer.refusal), sealer.quarantine)
+    return ModelLine(
+        model.name, head, coordinator.run_id, ranks, _refused(coordinator.refusal), coordinator.quarantine
+    )
 
 
 def _refused(refusal: CutRefusal | None) -> RefusalLine | None:
@@ -177,8 +178,8 @@ def _lines(models: Models, name: str, table: str | None = None) -> Iterable[Tabl
     model, coordinator = models[name], models.coordinators.get(name)
     differing, reasons = set[str](), list[str]()
     if coordinator:
-        sealer, differing = coordinator.sealer, set(coordinator.differing)
-        reasons = [sealer.refusal.reason if sealer.refusal else "", sealer.quarantine]
+        differing, refusal = set(coordinator.differing), coordinator.refusal
+        reasons = [refusal.reason if refusal else "", coordinator.quarantine]
     return [
         TableLine(
             model=name,

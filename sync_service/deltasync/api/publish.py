@@ -14,12 +14,14 @@ from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.events import EventKind, Events
 from deltasync.core.position import Position
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.session import PublishSession, check_counts, check_open, open_session
+from deltasync.cuts.messages import check_close, check_counts, check_open
+from deltasync.cuts.session import PublishSession, open_session
 from deltasync.service.models import Publishing
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.messages import changed_to_messages, position_to_message
-from deltasync.wire.row_messages import PublishRequest, ReceivedRows
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES, PublishRequest, ReceivedRows
 
+_TABLES_AT_ONCE = 64
 _ORDER = "expected one open message, then chunks, parts and a goodbye"
 
 
@@ -78,10 +80,11 @@ class _RankStream:
             yield message
         async for request in requests:
             if isinstance(request, ReceivedRows):
-                if position := await session.take(request):
+                if position := await add(session, request):
                     yield _sealed(session, request.step, position)
             elif request.HasField("close"):
-                yield _sealed(session, request.close.step, await session.close(request.close))
+                position = await session.close(check_close(request.close, session.tables))
+                yield _sealed(session, request.close.step, position)
             elif request.HasField("goodbye"):
                 session.finish()
                 return
@@ -106,6 +109,26 @@ class _RankStream:
         self._coordinator = await self._publishing.open(message.model)
         self._session = await open_session(self._coordinator, opening)
         return self._session
+
+
+async def add(session: PublishSession, received: ReceivedRows[publish_pb2.PartClose]) -> Position | None:
+    """Add rows to a rank's part of a cut. Returns the position of the cut if its part came whole.
+
+    Raises:
+        InvalidInput: the rows do not match the rank's opening message, or are too many.
+        DeltasyncError: see `PublishSession.add` and `PublishSession.close`.
+    """
+    size = 0
+    for number, (slot, columns) in enumerate(received.rows, 1):
+        size += columns.size
+        if size > MAX_CHUNK_BYTES:
+            what = f"a {'part' if received.end else 'chunk'} of at least {size} bytes of ids and values"
+            raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
+        session.add(received.step, slot, columns.rows_of(slot, session.shards))
+        if number % _TABLES_AT_ONCE == 0:  # Many tables take long: let other streams run.
+            await asyncio.sleep(0)
+    await session.wait_for_room()
+    return await session.close(check_close(received.end, session.tables)) if received.end else None
 
 
 def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
@@ -133,7 +156,7 @@ def _sealed(session: PublishSession, step: int, position: Position) -> publish_p
         step=step,
         position=position_to_message(position),
         deletes=_deletes(session),
-        quarantine=session.quarantine,
+        quarantine=session.coordinator.quarantine,
     )
     return publish_pb2.PublishResponse(sealed=sealed)
 

@@ -1,8 +1,6 @@
 """The seal of a cut, which makes it a version of a history."""
 
 import hashlib
-import re
-import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +20,10 @@ class Seal:
     `bytes` is the size of ids and values, `log_bytes` that of the cut's records in the log. `resync`: the run does
     not continue the published history and has every row. `whole` lists the tables of a full cut, which deletes the
     rows it does not contain. `event_time_unix_ns` is the time of the newest event on which the run was trained;
-    None if no rank reported one. `checksum` covers this seal and the previous checksum, so that histories which
-    diverge have different checksums from there on.
+    None if no rank reported one. `rollback_of` is the earlier version whose rows a rollback has brought back; None
+    if trainers published the cut. `accepts_any`: the operator who rolled back admits runs that do not say which
+    version they build on. `checksum` covers this seal and the previous checksum, so that histories which diverge
+    have different checksums from there on.
     """
 
     version: int
@@ -39,45 +39,20 @@ class Seal:
     resync: bool = False
     whole: tuple[str, ...] = ()
     event_time_unix_ns: int | None = None
+    rollback_of: int | None = None
+    accepts_any: bool = False
     checksum: int = 0
-
-    @property
-    def rolls_back_to(self) -> int | None:
-        """The earlier version whose rows this version has again; None if it is no rollback."""
-        return rolled_back_to(self.run)
-
-    @property
-    def accepts_any(self) -> bool:
-        """Whether the operator who rolled back admits runs that do not say which version they build on."""
-        match = _ROLLBACK.fullmatch(self.run)
-        return bool(match and match[2])
 
     @property
     def at_once(self) -> bool:
         """Whether replicas must get all its rows in one release, because its rows match only each other."""
-        return self.resync or self.rolls_back_to is not None
+        return self.resync or self.rollback_of is not None
 
     def after(self, before: "Seal | None") -> "Seal":
         """Return this seal with the checksum that chains it to the seal `before`; None for the first cut."""
         chained = before.checksum if before else 0
         text = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
         return replace(self, checksum=_checksum(text))
-
-
-_ROLLBACK = re.compile(r"rollback-to-([0-9]+)(-any)?-[0-9a-f]{8}", re.ASCII)
-
-
-def rollback_run_id(version: int, *, accept_any: bool = False) -> str:
-    """A new id for the run of a rollback of a model to a version; see `Seal.accepts_any`."""
-    return f"rollback-to-{version}{'-any' * accept_any}-{uuid.uuid4().hex[:8]}"
-
-
-def rolled_back_to(run: str) -> int | None:
-    """The version to which the run with an id rolls a model back; None if it is the run of a trainer."""
-    if not run.startswith("rollback"):  # The regular expression is slow for thousands of runs.
-        return None
-    match = _ROLLBACK.fullmatch(run)
-    return int(match[1]) if match else None
 
 
 class SealHistory(deque[Seal]):
@@ -98,7 +73,7 @@ class SealHistory(deque[Seal]):
     def append(self, seal: Seal) -> None:
         """Add the newest seal."""
         super().append(seal)
-        if seal.rolls_back_to is not None:
+        if seal.rollback_of is not None:
             self.rollbacks.append(seal)
 
     def extend(self, seals: Iterable[Seal]) -> None:
@@ -114,7 +89,7 @@ class SealHistory(deque[Seal]):
                 continue  # A later rollback discarded this one.
             if version >= rollback.version:
                 return None
-            last = rollback.rolls_back_to or 0
+            last = rollback.rollback_of or 0
             if version > last:
                 return rollback
         return None
@@ -124,7 +99,7 @@ class SealHistory(deque[Seal]):
         if not position.seal or self.checksum_of(position.number) != position.seal:
             return position
         for each in reversed(self.rollbacks):
-            if each.rolls_back_to == position.number and not self.rolled_back_by(each.version):
+            if each.rollback_of == position.number and not self.rolled_back_by(each.version):
                 return replace(position, number=each.version, seal=each.checksum)
         return position
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, DeltasyncError, RunRefused, ServiceUnavailable
 from deltasync.base.words import counted, utc
-from deltasync.core.position import Position, first_run_id
-from deltasync.core.seal import Seal, SealHistory, rolled_back_to
+from deltasync.core.position import NOWHERE, Position, first_run_id
+from deltasync.core.seal import Seal, SealHistory
+from deltasync.core.tables import Shard, TableSpec
 
 # Maximum accepted difference between the clocks of two machines.
 MAX_AHEAD_NS = 300 * 10**9
@@ -20,7 +21,7 @@ GONE_SECONDS = 60.0
 class Run:
     """A training run: its id, its start in nanoseconds since 1970, its number of ranks, and the process of the
     rank that reports it, if known. `by` is the identity that publishes it; None if it published before the service
-    started.
+    started. For `rollback_of` and `accepts_any` see `Seal`.
     """
 
     id: str
@@ -28,9 +29,38 @@ class Run:
     world_size: int
     process: str = field(default="", compare=False)
     by: str | None = field(default=None, compare=False)
+    rollback_of: int | None = None
+    accepts_any: bool = False
 
     def __str__(self) -> str:
         return f"run {self.id}: {self.process or 'unknown process'}, begun {utc(self.started_unix_ns)}"
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a rank opens its stream.
+
+    Attributes:
+        model: the model that it publishes.
+        run: its run.
+        rank: its rank.
+        tables: the tables of the run.
+        shards: the rows and columns of them that the rank holds.
+        claim: the position whose rows it has.
+        start_over: see `may_go_on`.
+        takes_deletes: whether it deletes rows on request.
+        takes_changes: whether it can receive the ids of rows that it must publish again.
+    """
+
+    model: str
+    run: Run
+    rank: int
+    tables: list[TableSpec]
+    shards: list[Shard]
+    claim: Position = NOWHERE
+    start_over: bool = False
+    takes_deletes: bool = False
+    takes_changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +102,12 @@ def may_go_on(
     """
     claims = _is_in(history, claim, seals)
     discarded_by = seals.rolled_back_by(claim.number) if claims else None
-    if discarded_by and (version := discarded_by.rolls_back_to) is not None:
+    if discarded_by and (version := discarded_by.rollback_of) is not None:
         text = f"run {run.id} goes on from version {claim.number}, but {_rolled_back(version)}"
         return Admission(False, f"{text}: {_restart_from(run.id, version)}")
     if claims or start_over or seals.newest is None or seals.newest.accepts_any:
         return Admission(True, "no rollback discarded this version")
-    if (version := seals.newest.rolls_back_to) is None:
+    if (version := seals.newest.rollback_of) is None:
         return Admission(True, "no rollback is the newest version")
     has = (
         f"version {claim.number} of another history"
@@ -155,7 +185,7 @@ def may_publish(
     if current is None:
         return Admission(True, f"run {run.id} is the first to publish")
     both, later = f"({run}; {current})", run.started_unix_ns > current.started_unix_ns
-    if _was_there(run, current, earlier) and (version := rolled_back_to(current.id)) is not None:
+    if _was_there(run, current, earlier) and (version := current.rollback_of) is not None:
         if rolling_back:
             text = f"the model is being rolled back to version {version}; run {run.id} goes on only if that fails"
             return Admission(False, text, ServiceUnavailable)

@@ -1,79 +1,159 @@
-"""Receives cuts from the ranks of a run: decides which run publishes and when a cut is complete."""
+"""Does what the machine of a cut decides: for the ranks that publish a model, the log, and the model."""
 
 import asyncio
 import contextlib
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from typing import Protocol
+from itertools import count, groupby
 
 from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
-from deltasync.base.decision import Decision
-from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, ServiceUnavailable, Superseded
-from deltasync.base.events import EventKind, error_text
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.base.events import EventKind, Events, error_text
+from deltasync.consumers.pause import Quarantine
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.cut_times import StopWatch
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest
-from deltasync.core.tables import DIGEST_TYPE, TableSpec
-from deltasync.cuts.admission import Run, may_go_on, may_join, may_publish
-from deltasync.cuts.announced_tables import AnnouncedTables
+from deltasync.core.seal import Seal
+from deltasync.core.tables import TableSpec
+from deltasync.cuts import machine
+from deltasync.cuts.admission import Opening, Run, may_go_on
 from deltasync.cuts.cut import Cut
-from deltasync.cuts.sealing import CutSealer
-from deltasync.log.log_store import LogFull
+from deltasync.cuts.deletes import PendingDeletes
+from deltasync.cuts.machine import State, next_state
+from deltasync.cuts.norm_guard import NormGuard
+from deltasync.log.log_store import LogFull, LogUnavailable
+from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied_tables import changes
+from deltasync.model.model import CompleteCut, Model
 
-_MIB = 1 << 20
-# A cut does not fit if the full log refuses it this number of times, each time after checkpoints freed space.
-MOST_TRIES = 3
 # A cut is abandoned after all ranks of its run have been away for this long.
-_FORSAKEN_SECONDS = 60.0
-# Number of earlier runs to remember.
-_EARLIER_RUNS = 1_000
+FORSAKEN_SECONDS = 60.0
+
+
+@dataclass
+class RankStream:
+    """The stream of an admitted rank.
+
+    Attributes:
+        number: its number.
+        process: the name of the rank's process.
+        tables: the tables of its run.
+        takes_deletes: whether it deletes rows on request.
+        since_ns: when it began or, if it is over, ended, by `steady_ns`.
+        ended: whether it is over.
+        finished: whether the rank said goodbye.
+        left: why it ended; empty while it is open.
+    """
+
+    number: int
+    process: str
+    tables: list[TableSpec]
+    takes_deletes: bool
+    since_ns: int = field(default_factory=steady_ns)
+    ended: bool = False
+    finished: bool = False
+    left: str = ""
+
+
+@dataclass
+class OpenCut:
+    """The cut under way, its number in the machine, and the position that its ranks wait for."""
+
+    cut: Cut
+    number: int
+    sealed: asyncio.Future[Position]
+
+
+@dataclass(frozen=True)
+class CutRefusal:
+    """When a cut was refused, by `steady_ns`, and why."""
+
+    reason: str
+    at_ns: int = field(default_factory=steady_ns)
 
 
 class CutCoordinator:
-    """The ranks that publish one model.
+    """The ranks that publish one model, and the cut that they send. Used in the event loop.
 
     Attributes:
+        model: the model.
+        deletes: the deletes of its rows that operators requested.
+        events: receives its events.
+        guard: checks the norms of rows.
         streams: number of streams of ranks, admitted or not, while the model has no published version.
-        whenever_sealed: awaited after each sealed cut, before the ranks get their answer; must not raise. It adds
-            a model after its first version; None if there is nothing to do.
-        rolling_back: locked while the model is rolled back. Until that ends, the trainer may try again.
+        sessions: the newest stream of each rank of the run.
+        open_cut: the cut under way, if any.
+        differing: names of tables whose rows differ between the run's ranks.
+        refusal: why the last cut was refused for its content; None if it was not.
+        rows: number of rows in cuts sealed since the service started.
+        bytes: bytes of these rows.
+        whenever_sealed: awaited after each cut, before the ranks get their answer; must not raise. It adds a model
+            after its first version; None if there is nothing to do.
+        rolling_back: locked while the model is rolled back.
     """
 
-    def __init__(self, sealer: CutSealer, limits: Limits) -> None:
-        self.sealer = sealer
+    def __init__(
+        self,
+        model: Model,
+        deletes: PendingDeletes,
+        events: Events,
+        guard: NormGuard,
+        consumers: ConsumerRegistry,
+        limits: Limits,
+    ) -> None:
+        self.model = model
+        self.deletes = deletes
+        self.events = events
+        self.guard = guard
         self.streams = 0
+        self.sessions = dict[int, RankStream]()
+        self.open_cut: OpenCut | None = None
+        self.differing = set[str]()
+        self.refusal: CutRefusal | None = None
+        self.rows = self.bytes = 0
         self.whenever_sealed: Callable[[], Awaitable[None]] | None = None
         self.rolling_back = asyncio.Lock()
-        self.announced = AnnouncedTables(sealer.model, limits)
-        self.model = sealer.model
-        self.deletes = sealer.deletes
-        self.events = sealer.events
-        self._refusal: Callable[[], DeltasyncError] | None = None
-        newest = self.model.seals.newest
-        self.run = Run(newest.run, newest.run_started_unix_ns, newest.world_size) if newest else None
-        self._began_ns = steady_ns()
-        # Ids of earlier runs, including those before the service started. None of them may return.
-        before = [run for run, _ in groupby(seal.run for seal in self.model.seals)][:-1]
-        self._earlier = deque(before, maxlen=_EARLIER_RUNS)
-        self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
-        self.open_cut: OpenCut | None = None
-        self.differing = set[str]()  # Names of tables whose rows differ between the run's ranks.
-        self._tries = Tries()
+        self._consumers = consumers
+        self._limits = limits
+        self._numbers = count(1)
+        self._state = _state_of(model)
+        self._began_ns = steady_ns()  # When the present run took over, or the service started.
+        self._made: tuple[Mapping[str, TableSpec], int] | None = None  # Created tables, and their last change.
+        self._bytes_to_be = 0  # Bytes of the model's tables while some are being created.
+        self._retired: Callable[[], DeltasyncError] | None = None
+        self._quarantine: Quarantine | None = None
         self._forsaken_at: float | None = None
+        self._order = asyncio.Lock()  # Locked while a cut is sealed and applied.
         self._sealing: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
 
-    async def admit(self, run: Run, specs: list[TableSpec], claim: Position, *, start_over: bool = False) -> None:
-        """Admit a run, which may take over from another. Its tables are created with its first cut.
+    # Ranks.
 
-        Args:
-            run: the run.
-            specs: its tables.
-            claim: the position whose rows it has.
-            start_over: see `may_go_on`.
+    @property
+    def run(self) -> Run | None:
+        """The run that publishes; None before the first one."""
+        return self._state.run
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run that publishes; empty before the first one."""
+        return self.run.id if self.run else ""
+
+    @property
+    def connected(self) -> list[int]:
+        """The connected ranks."""
+        return sorted(rank for rank, session in self.sessions.items() if not session.ended)
+
+    def publishing(self, table: str) -> list[int]:
+        """The connected ranks that publish a table."""
+        return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
+
+    async def admit(self, opening: Opening) -> RankStream:
+        """Admit a rank, whose run may take over from another. Its tables are created with its first cut.
 
         Raises:
             NotPermitted: the run belongs to another identity.
@@ -84,83 +164,33 @@ class CutCoordinator:
             LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """
-        self._check(run, claim, start_over)
-        self._check_first_cut(specs)
-        await self.sealer.guard.learn(self.model, specs)
-        await self.announced.look_for_room(specs)
-        tables = self.announced.check(run, specs)
-        self._take_over(run, self._check(run, claim, start_over))  # Again: a rollback may have ended meanwhile.
-        self.announced.add(run, tables)
+        number, specs = next(self._numbers), opening.tables
+        self._check_goes_on(opening)
+        if refused := next_state(self._state, self._joined(opening, number, {})).error:
+            raise refused
+        if self.model.seals.newest is None:
+            fits = machine.first_cut_fits(specs, self.model.store.capacity)
+            if not fits.yes:
+                self.model.failure = fits.reason
+                raise Contradiction(f"model {self.model.name!r}: {fits.reason}")
+        await self.guard.learn(self.model, specs)
+        if added := self._added_bytes(specs):
+            await asyncio.to_thread(self.model.memory.check, added, f"tables of model {self.model.name!r}")
+        tables = self._checked_tables(opening.run, specs)
+        self._check_goes_on(opening)  # Again: a rollback may have ended meanwhile.
+        self._do(self._joined(opening, number, tables))
+        stream = RankStream(number, opening.run.process, specs, opening.takes_deletes)
+        self.sessions[opening.rank] = stream
+        return stream
 
-    def cut_of(self, run: Run, step: int) -> "OpenCut":
-        """Get or begin the cut after `step`; abandon an unfinished cut of an earlier step.
+    def leave(self, stream: RankStream, reason: str) -> None:
+        """Record that a rank's stream has ended, and why."""
+        stream.ended, stream.since_ns, stream.left = True, steady_ns(), reason
+        self._do(machine.RankLeft(stream.number))
 
-        Raises:
-            Contradiction: the cut under way is of a later step.
-            Superseded: a cut is being sealed.
-            ServiceUnavailable: the model was deleted, or has left this process.
-        """
-        self._check_there()
-        current = self.open_cut
-        if current and current.cut.complete:
-            raise Superseded(f"part of step {step} while the cut of step {current.cut.step} is being sealed")
-        if current and step == current.cut.step:
-            return current
-        if current and step < current.cut.step:
-            text = f"part of step {step} while the cut of step {current.cut.step} is under way"
-            raise Contradiction(f"{text}: publish the changes of both steps in the later one")
-        self.abandon(f"abandoned for the cut of step {step}")
-        cut = Cut(self.model.seals.newest_version + 1, step, run, dict(self.model.tables.published))
-        self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
-        return self.open_cut
-
-    def abandon(self, reason: str) -> None:
-        """Abandon the cut under way, if any. Nothing is lost, because no rank's cursor has moved."""
-        if self.open_cut and not self.open_cut.cut.complete:
-            self._give_up(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
-
-    def note_left(self) -> None:
-        """Record that a rank has left; after the last one, drop the tables of their run."""
-        if self.open_cut is None and all(session.ended for session in self.sessions.values()):
-            self.announced.forget()
-
-    def abandon_forsaken(self, now: float) -> None:
-        """Abandon the cut under way after all ranks of its run were away for a while.
-
-        Args:
-            now: seconds by a monotonic clock.
-        """
-        here = self.open_cut is None or any(not session.ended for session in self.sessions.values())
-        self._forsaken_at = None if here else self._forsaken_at or now
-        if self._forsaken_at and now - self._forsaken_at >= _FORSAKEN_SECONDS:
-            self.abandon("all ranks of its run have left")
-
-    def check_room(self, current: "OpenCut", full: LogFull | None = None) -> None:
-        """Check that the log can store the rows of a cut that have arrived, now or once checkpoints free space.
-
-        `full` is the error if it cannot now.
-
-        Raises:
-            Contradiction: it never can. The cut is abandoned, and a retry is useless.
-        """
-        cut, capacity = current.cut, self.model.store.capacity
-        tries = self._tries.count(cut.step, cut.log_bytes, capacity) if full else 0
-        decision = cut_fits(cut.step, cut.log_bytes, capacity, cut.tables.values(), tries)
-        if not decision.yes:
-            error = Contradiction(decision.reason)
-            self.sealer.report_failed("a cut is too large for the log", error)
-            self._give_up(current, error)
-            raise error
-
-    def note_room(self) -> None:
-        """Record that checkpoints have freed as much of the log as possible."""
-        self._tries.note_room()
-
-    def seal_when_complete(self) -> None:
-        """Begin to seal the cut under way once its last part is closed."""
-        if self.open_cut and self.open_cut.cut.complete:
-            # In a separate task, which continues if a rank disconnects.
-            self._sealing = asyncio.create_task(self._seal(self.open_cut))
+    def give_back(self, run: Run, before: Run | None) -> None:
+        """Let the run before this one publish again, after this one has failed without a sealed cut."""
+        self._do(machine.RunFailed(run, before))
 
     def waits_for(self, request: DeleteRequest) -> str:
         """Why a request to delete rows is pending, in words."""
@@ -174,27 +204,97 @@ class CutCoordinator:
             return f"{text}; the next run with one deletes them"
         return f"run {self.run.id} deletes them with one of its next cuts"
 
-    @property
-    def connected(self) -> list[int]:
-        """The connected ranks."""
-        return sorted(rank for rank, session in self.sessions.items() if not session.ended)
-
-    def publishing(self, table: str) -> list[int]:
-        """The connected ranks that publish a table."""
-        return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
+    def refuse(self, error: InvalidInput) -> None:
+        """Record that a cut was refused for its content; status shows it until a cut is sealed."""
+        self.refusal = CutRefusal(str(error))
+        self.events.emit(EventKind.CUT_REFUSED, error=error, model=self.model.name)
 
     @property
-    def run_id(self) -> str:
-        """The id of the run that publishes; empty before the first one."""
-        return self.run.id if self.run else ""
+    def quarantine(self) -> str:
+        """The versions in quarantine and the reason; empty if there are none."""
+        with contextlib.suppress(LogUnavailable, VolumeFailed):  # Then use the last value read.
+            self._quarantine = self._consumers.quarantine_of(self.model.name)
+        return self._quarantine.words if self._quarantine else ""
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the model's tables, including those that are being created."""
+        return max(self.model.tables.nbytes, self._bytes_to_be)
+
+    # Parts of a cut.
+
+    def receive(self, stream: RankStream, rank: int, step: int) -> tuple[OpenCut | None, bool]:
+        """Find the cut for rows of a rank after a step; begins a new one if they are the first of a later step.
+
+        Returns:
+            The cut, and whether the rank's part of it begins with these rows. No cut: ignore the rows, because the
+            rank's part is whole already.
+
+        Raises:
+            Contradiction: the cut under way is of a later step.
+            Superseded: a newer stream, run or cut has taken over.
+            ServiceUnavailable: the model was deleted, or has left this process.
+        """
+        self._check_not_retired()
+        actions = self._do(machine.RowsArrived(rank, stream.number, step))
+        if machine.Skip() in actions:
+            return None, False
+        return self.open_cut, any(isinstance(each, machine.BeginPart) for each in actions)
+
+    def close(self, stream: RankStream, rank: int, step: int) -> None:
+        """Record that a rank's part is whole; after the last one, the cut is sealed."""
+        self._do(machine.PartClosed(rank, stream.number, step))
+
+    def sealed(self, step: int) -> "asyncio.Future[Position]":
+        """The position of the cut after a step, of which a rank has closed its part: once replicas can get it."""
+        if self.open_cut and self.open_cut.cut.step == step:
+            return self.open_cut.sealed
+        done = asyncio.get_running_loop().create_future()
+        newest = self.model.seals.newest_version
+        done.set_result(Position(self.model.history, newest, self.model.seals.checksum_of(newest)))
+        return done
+
+    def check_room(self, current: OpenCut, *, refused: bool = False) -> None:
+        """Check that the log can store the rows of a cut that have arrived, now or once checkpoints free space.
+
+        `refused`: it cannot now.
+
+        Raises:
+            Contradiction: it never can. The cut is abandoned, and a retry is useless.
+        """
+        cut, capacity = current.cut, self.model.store.capacity
+        if refused or cut.log_bytes > capacity:
+            tables = list(cut.tables.values())
+            self._do(machine.LogFull(current.number, cut.step, cut.log_bytes, capacity, tables, refused))
+
+    def note_room(self) -> None:
+        """Record that checkpoints have freed as much of the log as possible."""
+        self._do(machine.RoomMade())
+
+    def abandon(self, reason: str) -> None:
+        """Abandon the cut under way, if any, while its parts arrive."""
+        self._do(machine.CutAbandoned(reason))
+
+    def abandon_forsaken(self, now: float) -> None:
+        """Abandon the cut under way after all ranks of its run were away for a while.
+
+        Args:
+            now: seconds by a monotonic clock.
+        """
+        here = self.open_cut is None or bool(self.connected)
+        self._forsaken_at = None if here else self._forsaken_at or now
+        if self._forsaken_at and now - self._forsaken_at >= FORSAKEN_SECONDS:
+            self.abandon("all ranks of its run have left")
 
     def forget_table(self, table: str) -> None:
-        """Forget the requests for a table, and abandon the cut under way if it contains the table."""
+        """Forget the requests for a deleted table, and abandon the cut under way if it contains the table."""
         if self.open_cut and table in self.open_cut.cut.tables:
             self.abandon(f"table {table!r} was deleted")
         self.differing.discard(table)
-        self.sealer.guard.forget(table)
+        self.guard.forget(table)
         self.deletes.forget(table)
+
+    # Waiting, and the end.
 
     async def idle(self) -> None:
         """Wait until no cut is under way."""
@@ -205,217 +305,206 @@ class CutCoordinator:
         """Wait until the cut that is being sealed is applied. Does not wait for parts that have not arrived."""
         if self._sealing:
             await asyncio.wait([self._sealing])
-        await self.sealer.applied()
+
+    @contextlib.asynccontextmanager
+    async def between_cuts(self) -> AsyncIterator[None]:
+        """Run the block while no cut is being sealed or applied."""
+        async with self._order:
+            yield
 
     async def retire(self, refusal: Callable[[], DeltasyncError] | None = None) -> None:
         """Admit no more ranks: they get the error `refusal`, by default that the model was deleted."""
         text = f"model {self.model.name!r} has just been deleted; reconnect"
-        self._refusal = refusal or partial(ServiceUnavailable, text)
+        self._retired = refusal or partial(ServiceUnavailable, text)
         self.abandon("its model has left this process")
         await self.drain()
 
     async def drain(self) -> None:
         """Wait until the cut that is being sealed is applied; do not retry failures."""
-        self.sealer.end()
-        if self._sealing:
-            await self._sealing  # It also begins to apply the cut.
-        await self.sealer.applied()
+        self._ending.set()
+        await self.settled()
 
-    def _check_first_cut(self, specs: list[TableSpec]) -> None:
-        if self.model.seals.newest is None:
-            decision = first_cut_fits(specs, self.model.store.capacity)
-            if not decision.yes:
-                self.model.failure = decision.reason
-                raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
+    # What the machine decides.
 
-    def _give_up(self, current: "OpenCut", error: Exception) -> None:
-        """Fail a cut, and remove it from the log, unless it is sealed or a later cut has its version by now."""
-        if self.open_cut is current and current.cut.version <= self.model.seals.newest_version:
-            return  # Its ranks are about to be told that it is sealed.
-        _fail(current, error)
-        if self.open_cut is current:
-            self.model.store.drop_cut(current.cut.version)
-            self.open_cut = None
-        self.note_left()
+    def _do(self, event: machine.Event) -> tuple[machine.Action, ...]:
+        """Change the state, do what follows, and raise the error if the event is refused."""
+        after = next_state(self._state, event)
+        self._state = after.state
+        for action in after.actions:
+            self._act(action)
+        if isinstance(event, machine.LogFull) and after.error:
+            self.report_failed("a cut is too large for the log", after.error)
+        if after.error:
+            raise after.error
+        return after.actions
 
-    def _check_there(self) -> None:
-        if self._refusal:
-            raise self._refusal()
+    def _act(self, action: machine.Action) -> None:
+        match action:
+            case machine.EndStreams(superseded):
+                if superseded:
+                    self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
+                self.sessions.clear()
+                self.differing.clear()
+                self._began_ns = steady_ns()
+            case machine.BeginCut(begun):
+                cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
+                self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
+            case machine.Seal() if self.open_cut:
+                # In a task of its own, which continues if a rank disconnects.
+                self._sealing = asyncio.create_task(self._seal(self.open_cut))
+            case machine.Drop(dropped, error) if self.open_cut:
+                self.model.store.drop_cut(dropped.version)
+                self.open_cut.sealed.set_exception(error)
+                self.open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
+                self.open_cut = None
+            case machine.Answer() if self.open_cut:
+                version = self.open_cut.cut.version
+                checksum = self.model.seals.checksum_of(version)
+                self.open_cut.sealed.set_result(Position(self.model.history, version, checksum))
+                self.open_cut = None
 
-    def _check(self, run: Run, claim: Position, start_over: bool) -> Decision:
-        self._check_there()
-        goes_on = may_go_on(run, claim, self.model.history, self.model.seals, start_over=start_over)
-        if not goes_on.yes:
-            raise goes_on.error(goes_on.reason)
-        joins = may_join(run, self.run)
-        if not joins.yes:
-            raise NotPermitted(joins.reason)
-        gone, earlier = self._gone_seconds, self._earlier
-        rolling_back = self.rolling_back.locked()
-        decision = may_publish(
-            run, self.run, time.time_ns(), gone_seconds=gone, earlier=earlier, rolling_back=rolling_back
-        )
-        if decision.yes:
-            return decision
-        if self.run is None or run.id == self.run.id:
-            raise decision.error(decision.reason)
-        raise decision.error("another run publishes this model", detail=f": {decision.reason}")
-
-    @property
-    def _gone_seconds(self) -> float | None:
-        """Seconds since the last rank of the run left, or since the start; None while one is connected."""
-        sessions = self.sessions.values()
-        if any(not session.ended for session in sessions):
-            return None
-        return (steady_ns() - max([self._began_ns, *(session.since_ns for session in sessions)])) / 1e9
-
-    def _take_over(self, run: Run, decision: Decision) -> None:
-        if self.run is None or run.id != self.run.id:
-            if self.run:
-                self._earlier.append(self.run.id)
-                self.events.emit(EventKind.RUN_SUPERSEDED, decision.reason, model=self.model.name)
-            self.abandon(decision.reason)
-            self.sessions.clear()
-            self.differing.clear()
-            self._began_ns = steady_ns()
-        self.run = run
-
-    def give_back(self, run: Run, before: Run | None) -> None:
-        """Let the run before this one publish again, after this one has failed without a sealed cut."""
-        newest, current = self.model.seals.newest, self.open_cut
-        sealing = current is not None and current.cut.complete
-        if self.run == run and not sealing and (newest is None or newest.run != run.id):
-            self.abandon(f"run {run.id} has failed")
-            self.run = before
-            self.sessions.clear()
-            if before and before.id in self._earlier:
-                self._earlier.remove(before.id)
-
-    async def _seal(self, current: "OpenCut") -> None:
+    async def _seal(self, current: OpenCut) -> None:
+        """Bring a complete cut from its last part to the replicas."""
+        cut = current.cut
+        watch = StopWatch(cut.way_to_service(time.time_ns()))
+        error: Exception
         try:
-            position = await self.sealer.seal(current.cut, self.announced)
-        except LogFull as error:
-            with contextlib.suppress(Contradiction):  # Its waiters get that error instead.
-                self.check_room(current, error)
-            self._give_up(current, error)
-        except DeltasyncError as error:
-            self._give_up(current, error)
-        except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
-            step = current.cut.step
-            text = f"the cut of step {step} could not be sealed; send it again"
-            self.sealer.report_failed(text, error)
-            _fail(current, ServiceUnavailable(text, detail=f": {error_text(error)}"))
-        else:
-            self.model.failure = ""
+            async with self._order:
+                whole = await self._prepare(cut)
+                seal = cut.seal(self.model.seals.newest, whole, time.time_ns())
+                watch.lap("seal")
+                tables, rows = list(cut.tables.values()), cut.rows_in_memory()
+                complete = CompleteCut(seal, tables, rows, cut.unwritten, watch)
+
+                def durable() -> None:
+                    self._do(machine.CutDurable(current.number))
+
+                await self.model.commit(complete, durable, self.report_failed, self._ending)
+            self._note_sealed(cut, seal)
             if self.whenever_sealed:
                 await self.whenever_sealed()
-            await self.sealer.applied()  # Clients that learn of the version may ask for it at once.
-            current.sealed.set_result(position)
-        finally:
-            self.open_cut = None
-            self.note_left()
+            self._do(machine.CutApplied(current.number))
+            return
+        except LogFull as full:
+            error = full
+            with contextlib.suppress(Contradiction):
+                self.check_room(current, refused=True)
+        except DeltasyncError as known:
+            error = known
+        except Exception as unforeseen:  # noqa: BLE001  # an error of one model must not affect others
+            text = f"the cut of step {cut.step} could not be sealed; send it again"
+            self.report_failed(text, unforeseen)
+            error = ServiceUnavailable(text, detail=f": {error_text(unforeseen)}")
+        self._do(machine.SealFailed(current.number, error))
 
+    async def _prepare(self, cut: Cut) -> tuple[str, ...]:
+        """Create the tables of a complete cut; returns those of which it has every row.
 
-class Tries:
-    """Counts the refusals of a cut by a full log, each after checkpoints freed space."""
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._tries = 0
-        self._room = False
-
-    def note_room(self) -> None:
-        """Record that checkpoints have freed as much of the log as possible."""
-        self._room = True
-
-    def count(self, step: int, log_bytes: int, capacity: int) -> int:
-        """Count an attempt to store the cut of a step with `log_bytes` so far; return the number of attempts.
-
-        A small cut does not count: other data filled the log, and the cut will fit later.
+        Raises:
+            Contradiction: its parts do not cover whole tables, or a table differs from the model's.
+            LimitReached: the limits do not allow its tables.
+            StorageFailed: there is no room for its tables.
+            ServiceUnavailable: an earlier version is not applied, because the service is shutting down.
         """
-        large = log_bytes > capacity // 4
-        self._tries = self._tries + 1 if self._room and step == self._step and large else 0
-        self._step, self._room = step, False
-        return self._tries
+        if cut.unpublished:  # With many shards, this takes long.
+            await asyncio.to_thread(cut.check_coverage)
+        if self.model.position.number < (newest := self.model.seals.newest_version):
+            # The service is shutting down, or the model will be reloaded.
+            raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
+        await self._make_tables(cut)
+        if cut.excess:  # Before any replica can get a row of it.
+            self.events.emit(EventKind.CUT_QUARANTINED, cut.excess, model=self.model.name, version=cut.version)
+            await self._consumers.hold_back(self.model.name, cut.version, cut.excess)
+        return await asyncio.to_thread(cut.whole) if cut.full else ()
+
+    def _note_sealed(self, cut: Cut, seal: Seal) -> None:
+        self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
+        self.refusal = None
+        self.rows += seal.rows
+        self.bytes += seal.bytes
+        self.deletes.finish(cut.deletes, seal.version)
+        self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+
+    def report_failed(self, what: str, error: Exception) -> None:
+        """Report an error in the model's status and as an event."""
+        self.model.failure = f"{what}: {error_text(error)}"
+        self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
+
+    # Admission.
+
+    def _check_not_retired(self) -> None:
+        if self._retired:
+            raise self._retired()
+
+    def _check_goes_on(self, opening: Opening) -> None:
+        self._check_not_retired()
+        goes_on = may_go_on(
+            opening.run,
+            opening.claim,
+            self.model.history,
+            self.model.seals,
+            start_over=opening.start_over,
+        )
+        if not goes_on.yes:
+            raise goes_on.error(goes_on.reason)
+
+    def _joined(self, opening: Opening, number: int, tables: Mapping[str, TableSpec]) -> machine.RankJoined:
+        sessions, gone = self.sessions.values(), None
+        if all(session.ended for session in sessions):
+            gone = (steady_ns() - max([self._began_ns, *(session.since_ns for session in sessions)])) / 1e9
+        return machine.RankJoined(opening.run, opening.rank, number, tables, time.time_ns(), gone)
+
+    # Tables.
+
+    def _checked_tables(self, run: Run, tables: Sequence[TableSpec]) -> Mapping[str, TableSpec]:
+        """Check a rank's tables against those of the model and of the other ranks of its run. By name.
+
+        Raises:
+            Contradiction: a table differs.
+            LimitReached: there would be too many tables.
+        """
+        model, others = self.model, self._state.tables if run.id == self.run_id else {}
+        again = [table for table in tables if table.name in others]
+        first = {table.name: table for table in tables if table.name not in others}
+        changed = [
+            *changes(model.name, others, again, later_run=False),
+            *changes(model.name, model.tables.published_specs, first.values(), later_run=self._is_later(run)),
+        ]
+        names = {each.spec.name for each in model.tables} | others.keys() | first.keys()
+        self._limits.check("tables_per_model", len(names))
+        return first | {table.name: table for table in changed}
+
+    async def _make_tables(self, cut: Cut) -> None:
+        """Create the tables of a complete cut. If it fails, nothing has changed."""
+        model = self.model
+        if self._made == (cut.tables, model.tables.changes):
+            return
+        tables = list(cut.tables.values())
+        self._bytes_to_be = model.tables.nbytes + self._added_bytes(tables)
+        try:
+            await model.tables.add(tables, later_run=self._is_later(cut.run))
+        finally:
+            self._bytes_to_be = 0
+        self._made = cut.tables, model.tables.changes
+
+    def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
+        """Check the limits; return the number of additional bytes."""
+        if added := self.model.tables.added_bytes(tables):
+            self._limits.check("bytes_per_model", self.model.tables.nbytes + added)
+            self._limits.check_more("bytes_in_all", added)
+        return added
+
+    def _is_later(self, run: Run) -> bool:
+        """Whether it is another run than the last that published, so that tables may have grown."""
+        newest = self.model.seals.newest
+        return newest is None or newest.run != run.id
 
 
-def whole_bytes(tables: Iterable[TableSpec]) -> int:
-    """Bytes in the log of all rows of some tables: ids, values and digests."""
-    return sum(table.rows * (table.row_bytes + DIGEST_TYPE.itemsize) for table in tables)
-
-
-def first_cut_fits(tables: Iterable[TableSpec], capacity: int) -> Decision:
-    """Whether the first cut of a model, with every row of its tables, fits into a log.
-
-    Args:
-        tables: the tables of the model.
-        capacity: bytes of rows that fit into the log.
-    """
-    needed = whole_bytes(tables)
-    if needed <= capacity:
-        return Decision(True, f"all rows need {needed} bytes of a log that has room for {capacity}")
-    return Decision(False, f"all rows of its tables need {needed} bytes in the log, {_room(capacity, needed)}")
-
-
-def cut_fits(step: int, log_bytes: int, capacity: int, tables: Iterable[TableSpec], tries: int = 0) -> Decision:
-    """Whether a cut that is arriving fits into a log.
-
-    Args:
-        step: step of the cut.
-        log_bytes: bytes in the log of the rows that arrived, with the log's overhead.
-        capacity: bytes of rows that fit into the log.
-        tables: tables of its run; the cut may contain every row of them.
-        tries: number of times that the log was full although checkpoints had freed space.
-    """
-    if log_bytes <= capacity and tries < MOST_TRIES:
-        return Decision(True, f"{log_bytes} bytes of a log that has room for {capacity}")
-    text = f"the cut of step {step} already needs {log_bytes} bytes in the log"
-    return Decision(False, f"{text}, {_room(capacity, max(log_bytes, whole_bytes(tables)))}")
-
-
-def enough(needed: int) -> int:
-    """A value of `--log-max-bytes` with room for a cut of `needed` bytes in chunks of normal size."""
-    return -(-(needed * 6 // 5 + _MIB) // _MIB) * _MIB
-
-
-def _room(capacity: int, needed: int) -> str:
-    return (
-        f"which has room for {capacity}: restart the service with --log-max-bytes {enough(needed)} or more, and "
-        "check that its volume has room for that and the tables"
-    )
-
-
-class RankSession(Protocol):
-    """The stream of a rank.
-
-    Attributes:
-        tables: the tables of its run.
-        process: the name of its process.
-        takes_deletes: whether it deletes rows on request.
-        ended: whether the stream is over.
-        finished: whether the rank said goodbye.
-        since_ns: when it began or, if it is over, ended, by `steady_ns`.
-        left: why it ended; empty while it is open.
-    """
-
-    tables: list[TableSpec]
-    process: str
-    takes_deletes: bool
-    ended: bool
-    finished: bool
-    since_ns: int
-    left: str
-
-
-@dataclass
-class OpenCut:
-    """The cut under way, and the position that its ranks wait for."""
-
-    cut: Cut
-    sealed: asyncio.Future[Position]
-
-
-def _fail(open_cut: OpenCut, error: Exception) -> None:
-    if not open_cut.sealed.done():
-        open_cut.sealed.set_exception(error)
-        open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
+def _state_of(model: Model) -> State:
+    """The state of a model's ranks when the service starts: the last run may go on, earlier ones may not."""
+    if (newest := model.seals.newest) is None:
+        return State()
+    runs = [run for run, _ in groupby(seal.run for seal in model.seals)]
+    run = Run(newest.run, newest.run_started_unix_ns, newest.world_size, rollback_of=newest.rollback_of)
+    sealed = machine.Sealed(newest.version, newest.run, newest.step)
+    return State(run, tuple(runs[:-1])[-machine.EARLIER_RUNS :], newest=sealed)

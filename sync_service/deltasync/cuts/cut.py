@@ -11,8 +11,9 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput, ResyncRequired, RunRefused
 from deltasync.base.words import counted
+from deltasync.core.cut_times import way_to_service
 from deltasync.core.rows import Ids, Mask, RowBatch
-from deltasync.core.seal import newest_event_time
+from deltasync.core.seal import Seal, newest_event_time
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import DIGEST_TYPE, Shard, TableSpec
 from deltasync.cuts.admission import Run
@@ -94,6 +95,31 @@ def _inside(ids: Ids, shard: Shard) -> Ids:
     return ids[first:end]
 
 
+@dataclass(frozen=True)
+class PartEnd:
+    """How a rank closes its part of a cut.
+
+    Attributes:
+        step: the step after which the cut is taken.
+        rows: number of rows in the part.
+        full: whether these are all rows that the rank holds.
+        step_end_unix_ns: when the step ended, nanoseconds since 1970.
+        event_time_unix_ns: time of the newest training event; None if the rank reports none.
+        gather_ns: nanoseconds in which the rank read its rows.
+        deletes: numbers of the requested deletes that it carried out.
+        differing: names of tables whose rows differ between ranks.
+    """
+
+    step: int
+    rows: int
+    full: bool = False
+    step_end_unix_ns: int = 0
+    event_time_unix_ns: int | None = None
+    gather_ns: int = 0
+    deletes: frozenset[int] = frozenset()
+    differing: frozenset[str] = frozenset()
+
+
 @dataclass
 class RankPart:
     """One rank's part of a cut, as far as it has arrived.
@@ -112,12 +138,7 @@ class RankPart:
     records: int = 0
     rows: int = 0
     bytes: int = 0
-    step_end_unix_ns: int = 0
-    gather_ns: int = 0
-    event_time_unix_ns: int | None = None
-    closed: bool = False
-    full: bool = False
-    deletes: frozenset[int] = frozenset()
+    end: PartEnd | None = None  # Once it is closed.
     last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
     named_rows: Counter[int] = field(default_factory=Counter)
     new_rows: Counter[int] = field(default_factory=Counter)  # Rows among them that were never published.
@@ -259,18 +280,7 @@ class Cut:
         self.parts[rank] = part
         return part
 
-    def close(
-        self,
-        part: RankPart,
-        *,
-        rows: int,
-        full: bool,
-        step_end_unix_ns: int,
-        deletes: frozenset[int] = frozenset(),
-        event_time_unix_ns: int | None = None,
-        unwritten: Sequence[Future[None]] = (),
-        gather_ns: int = 0,
-    ) -> None:
+    def close(self, part: RankPart, end: PartEnd, unwritten: Sequence[Future[None]] = ()) -> None:
         """Close a rank's part; `unwritten` are pending writes to the log.
 
         Raises:
@@ -278,31 +288,21 @@ class Cut:
             ResyncRequired: the part must be full but is not; or it lacks rows that were never published, or that
                 were published after the version that the rank continues.
         """
-        if rows != part.rows:
+        if end.rows != part.rows:
             raise InvalidInput(
-                f"rank {part.rank} closed a part of {counted(rows, 'row')}, but {part.rows} arrived"
+                f"rank {part.rank} closed a part of {counted(end.rows, 'row')}, but {part.rows} arrived"
             )
-        if full:
+        if end.full:
             _check_full(part)
-        if part.must_be_full and not full:
+        elif part.must_be_full:
             raise ResyncRequired(
                 f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
                 "publish every row first"
             )
-        if not full:
+        else:
             _check_new(part)
             _check_missing(part)
-        part.step_end_unix_ns = step_end_unix_ns
-        part.event_time_unix_ns = event_time_unix_ns
-        part.gather_ns = gather_ns
-        part.deletes = deletes
-        part.unwritten = unwritten
-        part.full = full
-        part.closed = True
-
-    def closed_by(self, rank: int) -> bool:
-        """Whether a rank has closed its part."""
-        return rank in self.parts and self.parts[rank].closed
+        part.end, part.unwritten = end, unwritten
 
     def check_coverage(self) -> None:
         """Check that the shards of a complete cut cover each table with rows that were never published, and every
@@ -353,12 +353,12 @@ class Cut:
     @property
     def deletes(self) -> frozenset[int]:
         """Numbers of the deletes that all ranks have carried out."""
-        return frozenset.intersection(*(part.deletes for part in self.parts.values()))
+        return frozenset.intersection(*(end.deletes for end in self.ends))
 
     @property
     def full(self) -> bool:
         """Whether all parts are full."""
-        return all(part.full for part in self.parts.values())
+        return all(end.full for end in self.ends)
 
     def whole(self) -> tuple[str, ...]:
         """Names of the tables whose rows are all in full parts."""
@@ -373,24 +373,36 @@ class Cut:
         return [write for write in writes if not write.done() or write.exception()]
 
     @property
-    def complete(self) -> bool:
-        """Whether every rank has closed its part."""
-        return len(self.parts) == self.run.world_size and all(part.closed for part in self.parts.values())
+    def ends(self) -> list[PartEnd]:
+        """The ends of the closed parts."""
+        return [part.end for part in self.parts.values() if part.end]
 
-    @property
-    def step_end_unix_ns(self) -> int:
-        """When the step ended on the last rank."""
-        return max(part.step_end_unix_ns for part in self.parts.values())
+    def way_to_service(self, now_unix_ns: int) -> dict[str, float]:
+        """Seconds from the end of the step on the last rank until now, by stage."""
+        arrived_ns = now_unix_ns - max(end.step_end_unix_ns for end in self.ends)
+        return way_to_service(max(end.gather_ns for end in self.ends), arrived_ns)
 
-    @property
-    def gather_ns(self) -> int:
-        """Nanoseconds in which the slowest rank read its rows after the step."""
-        return max(part.gather_ns for part in self.parts.values())
-
-    @property
-    def event_time_unix_ns(self) -> int | None:
-        """Time of the newest training event of all ranks; None if no rank reports one."""
-        return newest_event_time(part.event_time_unix_ns for part in self.parts.values())
+    def seal(self, before: Seal | None, whole: Sequence[str], now_unix_ns: int) -> Seal:
+        """The seal of a complete cut that follows the seal `before`. It has every row of the tables `whole`."""
+        # The newest training event of a run never moves back.
+        earlier = before.event_time_unix_ns if before and before.run == self.run.id else None
+        return Seal(
+            version=self.version,
+            step=self.step,
+            run=self.run.id,
+            run_started_unix_ns=self.run.started_unix_ns,
+            world_size=self.run.world_size,
+            rows=self.rows,
+            bytes=self.bytes,
+            log_bytes=self.log_bytes,
+            step_end_unix_ns=max(end.step_end_unix_ns for end in self.ends),
+            sealed_unix_ns=now_unix_ns,
+            resync=self.must_be_full,
+            whole=tuple(whole),
+            event_time_unix_ns=newest_event_time([earlier, *(end.event_time_unix_ns for end in self.ends)]),
+            rollback_of=self.run.rollback_of,
+            accepts_any=self.run.accepts_any,
+        ).after(before)
 
 
 # Whether shards cover a table.

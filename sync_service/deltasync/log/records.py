@@ -138,6 +138,8 @@ def seal_record(seal: Seal) -> dict[str, Any]:
         "whole": list(seal.whole),
         "checksum": seal.checksum,
     }
+    if seal.rollback_of is not None:
+        record |= {"rollback_of": seal.rollback_of, "accepts_any": seal.accepts_any}
     return record | event_time_record(seal.event_time_unix_ns)
 
 
@@ -157,6 +159,8 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         resync=record["resync"],
         whole=tuple(record["whole"]),
         event_time_unix_ns=record.get("event_time_unix_ns"),
+        rollback_of=record.get("rollback_of"),
+        accepts_any=record.get("accepts_any", False),
         checksum=record["checksum"],
     )
 

@@ -11,8 +11,9 @@ the event loop.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,12 +21,12 @@ from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import ServiceUnavailable, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, SET_BY_EVENT_LOOP, after, confined, in_own_thread
-from deltasync.base.waiting import Signal
+from deltasync.base.waiting import Signal, backoff, first_of
 from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
-from deltasync.core.cut_times import CutTimes, RecentCuts
+from deltasync.core.cut_times import CutTimes, RecentCuts, StopWatch
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.rows import DamagedRows, RowBatch
@@ -49,6 +50,25 @@ _LAST_TURN_BYTES = 8 << 20
 
 def _go_on() -> None:
     """Do not stop the checkpoint."""
+
+
+@dataclass(frozen=True)
+class CompleteCut:
+    """A cut of which every part has arrived.
+
+    Attributes:
+        seal: its seal.
+        tables: the tables of its run, of which all rows are published from now on.
+        rows: its rows; None if only the log has them.
+        unwritten: writes of its rows to the log that have not succeeded yet.
+        watch: measures its stages.
+    """
+
+    seal: Seal
+    tables: Sequence[TableSpec]
+    rows: Sequence[RowBatch] | None
+    unwritten: Sequence["Future[None]"]
+    watch: StopWatch
 
 
 @confined(
@@ -164,43 +184,56 @@ class Model:
 
     # Cuts.
 
-    def apply_after(
-        self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
-    ) -> "Future[FrozenRelease | None]":
-        """Apply a cut on the model's thread as soon as `sealed` succeeds.
-
-        Call it after the event loop has started to wait for `sealed`, so that the loop sees the seal before any
-        change of the cut.
-
-        Returns:
-            A future for `apply_cut`.
-        """
-        return after(sealed, self._thread, partial(self._apply_and_release, seal, rows))
-
-    def note_sealed(self, cut: CutTimes, tables: Iterable[TableSpec]) -> None:
-        """Record that a cut is durable. From now on, all rows of its `tables` are published."""
-        self.seals.append(cut.seal)
-        self.recent.add(cut)
-        self.tables.published |= {table.name: table.rows for table in tables}
-
-    async def apply_cut(
-        self, seal: Seal, rows: Sequence[RowBatch] | None, begun: "Future[FrozenRelease | None] | None" = None
+    async def commit(
+        self,
+        cut: "CompleteCut",
+        durable: Callable[[], None],
+        failed: Callable[[str, Exception], None],
+        ending: asyncio.Event,
     ) -> None:
-        """Apply a newly sealed cut from `rows`, or from the log if they are None, and make it the head.
+        """Make a complete cut the next version: durable in the log, applied to the tables, visible to replicas.
 
-        `begun` is the result of `apply_after`.
+        Args:
+            cut: the cut.
+            durable: called once the cut is part of the history.
+            failed: called with each error while the cut is applied. That is retried, because all later cuts build
+                on it.
+            ending: ends the retries. The next start applies the cut.
+
+        Raises:
+            StorageFailed: the log refused the cut. Nothing has changed.
         """
-        self.seals.succession.add(seal.version, steady_ns())  # Even if applying it takes several attempts.
-        try:
-            if begun:
-                release = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+        seal = cut.seal
+        sealed, apply = self.store.seal(seal, cut.unwritten), partial(self._apply_and_release, seal, cut.rows)
+        # The loop waits first, so that it has the seal before the model's thread changes a row.
+        waiting = asyncio.wrap_future(sealed)
+        applied: Future[FrozenRelease | None] | None = after(sealed, self._thread, apply)
+        await waiting
+        cut.watch.lap("log")
+        self.seals.append(seal)
+        self.seals.succession.add(seal.version, steady_ns())
+        self.recent.add(CutTimes(seal, cut.watch.lapped_ns, cut.watch.seconds))
+        self.tables.published |= {table.name: table.rows for table in cut.tables}
+        durable()
+        for pause in backoff():
+            try:
+                release = await asyncio.wrap_future(applied or self.submit(apply))
+            except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
+                # Unless the log cannot be read at present, rows or records of the cut are damaged.
+                away = isinstance(error, LogUnavailable | VolumeFailed)
+                if isinstance(error, StorageFailed | DamagedRows) and not away:
+                    self.tables.note_damage(error)
+                failed(f"version {seal.version} could not be applied; the service retries", error)
+                applied = None
             else:
-                release = await self.on_thread(self._apply_and_release, seal, rows)
-        except (LogUnavailable, VolumeFailed):
-            raise
-        except StorageFailed as error:  # The log's records of the cut are damaged for good.
-            self.tables.note_damage(error)
-            raise
+                self._show(seal, release)
+                return
+            await first_of(ending.wait(), seconds=pause)
+            if ending.is_set():
+                return
+
+    def _show(self, seal: Seal, release: FrozenRelease | None) -> None:
+        """Let replicas get an applied cut."""
         self.failure = ""
         self.recent.note_applied(seal.version)
         self.head = Head.of(seal)

@@ -29,7 +29,6 @@ from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.deletes import PendingDeletes
 from deltasync.cuts.norm_guard import NormGuard, NormLimit
-from deltasync.cuts.sealing import CutSealer
 from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.log.log_store import Logs
 from deltasync.log.records import reading
@@ -299,7 +298,7 @@ class Models(Mapping[str, Model]):
     def _table_bytes(self) -> int:
         """Bytes of all tables, including those that a first cut will create."""
         sizes = {each: each.tables.nbytes for each in (*self._models.values(), *self._ending)}
-        sizes |= {each.model: each.announced.table_bytes for each in self.publishers()}
+        sizes |= {each.model: each.table_bytes for each in self.publishers()}
         recovering = self.recovering.keys() - {each.name for each in sizes}
         return sum(sizes.values()) + sum(map(self._recovering_bytes, recovering))
 
@@ -336,8 +335,7 @@ class Publishing:
         """Create the coordinator of a model's ranks."""
         deletes = PendingDeletes(model.log, model.name, self._events)
         guard = NormGuard(self._norm_limit)
-        sealer = CutSealer(model, deletes, self._events, guard, self._registry)
-        return CutCoordinator(sealer, self._limits)
+        return CutCoordinator(model, deletes, self._events, guard, self._registry, self._limits)
 
     async def open(self, name: str) -> CutCoordinator:
         """Get the coordinator of a model's ranks for a new stream, which ends with `leave`.
@@ -424,8 +422,6 @@ class Publishing:
         if models.opened.get(model.name) is not coordinator:
             return
         try:
-            if model.lacks:
-                await coordinator.sealer.applied()
             if model.lacks and model.name in models.recovering:
                 models.stuck[model.name] = _lacking(model)
             async with models.changing:

@@ -195,11 +195,11 @@ class Removals:
 
 @asynccontextmanager
 async def _between_cuts(coordinator: CutCoordinator) -> AsyncIterator[None]:
-    """Wait for `CutSealer.between_cuts`, with an error after a while: the caller blocks other changes."""
+    """Wait for `CutCoordinator.between_cuts`, with an error after a while: the caller blocks other changes."""
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(_LONGEST_SECONDS):
-                await stack.enter_async_context(coordinator.sealer.between_cuts())
+                await stack.enter_async_context(coordinator.between_cuts())
         except TimeoutError as error:
             model = coordinator.model
             reason = model.failure or "one is still being applied; try again"
@@ -253,7 +253,7 @@ class Brake:
         """Accept the norms of a quarantine once no consumer is paused for it."""
         coordinator = self._models.coordinators.get(model)
         if coordinator and self._registry.quarantine_of(model) is None:
-            coordinator.sealer.guard.accept()
+            coordinator.guard.accept()
 
     async def _prepare(self, consumer: Consumer) -> None:
         """Rebuild the feed of a consumer as of now, without the versions of the pause."""

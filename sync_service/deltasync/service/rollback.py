@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,19 +18,17 @@ from deltasync.consumers.follow import check_past
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.seal import rollback_run_id
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.cuts.admission import MAX_AHEAD_NS, Run
+from deltasync.cuts.admission import MAX_AHEAD_NS, Opening, Run
 from deltasync.cuts.coordinator import CutCoordinator
-from deltasync.cuts.session import Opening, PublishSession, open_session
+from deltasync.cuts.cut import PartEnd
+from deltasync.cuts.session import open_session
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
 from deltasync.service.kept_versions import kept_of
 from deltasync.service.models import Models, ranks_of
-from deltasync.v1 import publish_pb2
 from deltasync.views.kept_tables import load_kept
-from deltasync.wire.messages import position_to_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
 # Values in one record of the log; ids and digests come on top.
@@ -69,9 +69,9 @@ async def roll_back(
     kept = find_kept(await kept_of(model), name, version)
     check_past(kept, model.seals)
     tables = await in_own_thread(load_kept, model, kept.id, Policy())
-    run = rollback_run_id(kept.version, accept_any=accept_any)
+    rolling_back = _roll_back(model, coordinator, kept, tables, events, by, accept_any=accept_any)
     # A cut that is being sealed cannot be cancelled, and only its end shows which run may publish.
-    return await asyncio.shield(asyncio.create_task(_roll_back(model, coordinator, kept, tables, events, by, run)))
+    return await asyncio.shield(asyncio.create_task(rolling_back))
 
 
 async def _roll_back(
@@ -81,10 +81,11 @@ async def _roll_back(
     tables: Mapping[TableKey, StampedTable],
     events: Events,
     by: str,
-    run: str,
+    *,
+    accept_any: bool,
 ) -> Position:
     async with coordinator.rolling_back:
-        position, rows = await _publish(model, coordinator, kept, tables, by, run)
+        position, rows = await _publish(model, coordinator, kept, tables, by, accept_any=accept_any)
     text = f"to {kept.words}: {counted(rows, 'row')} changed"
     events.emit(EventKind.MODEL_ROLLED_BACK, text, model=model.name, version=position.number, by=by)
     return position
@@ -96,7 +97,8 @@ async def _publish(
     kept: KeptVersion,
     tables: Mapping[TableKey, StampedTable],
     by: str,
-    run_id: str,
+    *,
+    accept_any: bool,
 ) -> tuple[Position, int]:
     """Publish the rows of a kept version's tables that differ from the model's. Returns the number of rows."""
     step, before = kept.seal.step, coordinator.run
@@ -104,13 +106,21 @@ async def _publish(
     # Its run began after the present one, by whatever clock. But no run may begin far ahead of this clock.
     now = time.time_ns()
     started = max(now, min(before.started_unix_ns + 1, now + MAX_AHEAD_NS) if before else 0)
-    run = Run(run_id, started, 1, f"rollback by {by}")
-    session, claim, rows = None, model.position, 0
+    run = Run(
+        f"rollback-to-{kept.version}-{uuid.uuid4().hex[:8]}",
+        started,
+        1,
+        f"rollback by {by}",
+        rollback_of=kept.version,
+        accepts_any=accept_any,
+    )
+    opening = Opening(model.name, run, 0, specs, [Shard.whole(each) for each in specs], model.position)
+    session, rows = None, 0
     try:
-        session = await _open(coordinator, run, specs, claim)
+        session = await open_session(coordinator, opening)
         await coordinator.settled()  # From now on, only this run publishes.
-        if model.position != claim:
-            session = await _open(coordinator, run, specs, model.position)
+        if model.position != opening.claim:
+            session = await open_session(coordinator, replace(opening, claim=model.position))
         pairs = [(table, tables.get(key_of(table))) for table in model.tables]
         if [table.spec for table, _ in pairs] != specs or any(
             each and each.spec != own.spec for own, each in pairs
@@ -127,13 +137,9 @@ async def _publish(
                 while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                     session.add(step, slot, batch)
                     await session.wait_for_room()
-        close = publish_pb2.PartClose(
-            step=step,
-            rows=rows,
-            step_end_unix_ns=time.time_ns(),
-            event_time_unix_ns=kept.seal.event_time_unix_ns or 0,
-        )
-        position = await session.close(close)
+        event_time = kept.seal.event_time_unix_ns
+        end = PartEnd(step, rows, step_end_unix_ns=time.time_ns(), event_time_unix_ns=event_time)
+        position = await session.close(end)
         session.finish()
     except BaseException:
         coordinator.give_back(run, before)
@@ -142,11 +148,6 @@ async def _publish(
         if session:
             session.end("the rollback has ended")
     return position, rows
-
-
-async def _open(coordinator: CutCoordinator, run: Run, specs: list[TableSpec], claim: Position) -> PublishSession:
-    message = publish_pb2.PublishOpen(continues=position_to_message(claim))
-    return await open_session(coordinator, Opening(message, run, specs, [Shard.whole(each) for each in specs]))
 
 
 def _rows_of(table: TableSpec) -> str:
@@ -161,8 +162,8 @@ def _differing(table: StampedTable, earlier: StampedTable | None, gone: Sequence
     """
     has = table.stamps > 0
     if earlier is None:  # The table is newer. A dense tensor stays, because no part of it can be deleted.
-        had = has if table.spec.kind.complete else np.zeros_like(has)
-        return table.ids_of(np.flatnonzero(has & ~has)), table.ids_of(np.flatnonzero(has & ~had))
+        every = table.ids_of(np.flatnonzero(has))
+        return every[:0], every[:0] if table.spec.kind.complete else every
     had = earlier.stamps > 0
     for ids in gone:
         had[table.locate(ids)] = False

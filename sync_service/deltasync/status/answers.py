@@ -136,7 +136,7 @@ class Answers:
         if trouble := sources.volumes.trouble:  # The replicas may be in sync, but they get no updates.
             status = replace(status, failure=status.failure or f"{_NOTHING_NEW}: {trouble}")
         coordinator = models.coordinators.get(consumer.model)
-        if coordinator and (refusal := coordinator.sealer.refusal):
+        if coordinator and (refusal := coordinator.refusal):
             status = replace(status, refused=refusal.reason)
         return replace(
             status,
@@ -150,8 +150,8 @@ def _model_figures(model: Model, coordinator: CutCoordinator | None) -> ModelFig
     return ModelFigures(
         name=model.name,
         newest_version=version,
-        published_rows=coordinator.sealer.rows if coordinator else 0,
-        published_bytes=coordinator.sealer.bytes if coordinator else 0,
+        published_rows=coordinator.rows if coordinator else 0,
+        published_bytes=coordinator.bytes if coordinator else 0,
         tables=[table.spec for table in model.tables],
         failed=bool(model.failure or model.tables.failed),
         event_time_unix_ns=event_time_of(version, model.seals),

@@ -13,8 +13,7 @@ from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.cut_times import DeliveryDurations
-from deltasync.cuts.coordinator import CutCoordinator, RankSession
-from deltasync.cuts.sealing import CutSealer
+from deltasync.cuts.coordinator import CutCoordinator, RankStream
 from deltasync.log.volume import Volume
 from deltasync.model.model import Model
 from deltasync.service.kept_versions import Versions
@@ -154,7 +153,7 @@ def _still_recovering(models: Models, model: str) -> str:
 
 def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
     newest = model.seals.newest
-    sealer, run = (coordinator.sealer, coordinator.run) if coordinator else (None, None)
+    run = coordinator.run if coordinator else None
     return ModelOverview(
         model=model.name,
         head=model.seals.newest_version,
@@ -166,15 +165,15 @@ def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
         finished=sum(each.finished for each in coordinator.sessions.values()) if coordinator else 0,
         tables=len(model.tables),
         bytes=sum(table.spec.nbytes for table in model.tables),
-        published_rows=sealer.rows if sealer else 0,
-        published_bytes=sealer.bytes if sealer else 0,
-        trouble=model.failure or (_kept_from_sealing(sealer) if sealer else ""),
+        published_rows=coordinator.rows if coordinator else 0,
+        published_bytes=coordinator.bytes if coordinator else 0,
+        trouble=model.failure or (_kept_from_sealing(coordinator) if coordinator else ""),
     )
 
 
-def _kept_from_sealing(sealer: CutSealer) -> str:
+def _kept_from_sealing(coordinator: CutCoordinator) -> str:
     """Why a model's cuts cannot be sealed, in words; empty if they can."""
-    return sealer.quarantine or (sealer.refusal.reason if sealer.refusal else "")
+    return coordinator.quarantine or (coordinator.refusal.reason if coordinator.refusal else "")
 
 
 RankState = Literal["connected", "away", "finished"]
@@ -209,7 +208,7 @@ class TrainerLine:
     tables: int
 
 
-def rank_state(session: RankSession) -> RankState:
+def rank_state(session: RankStream) -> RankState:
     """The state of a rank; `away` is one that left without a goodbye."""
     return "finished" if session.finished else "away" if session.ended else "connected"
 

@@ -208,34 +208,6 @@ def test_a_part_sent_again_gets_the_same_version(running: RunningService) -> Non
     assert head_of(running) == 2
 
 
-def test_a_part_closed_on_an_earlier_stream_counts(running: RunningService) -> None:
-    rows = random_rows(1)
-    held = [[WHOLE[0]], [WHOLE[1]]]
-    with RankStream(running.grpc, shards=held[0], world_size=2) as lost:
-        lost.opened()
-        lost.send(*full_part(3, rows, held[0]))
-        with pair(running, held) as (again, other):
-            again.send(*full_part(3, rows, held[0]))
-            other.send(*full_part(3, rows, held[1]))
-            again.opened()
-            other.opened()
-            assert again.sealed() == other.sealed()
-    expect(running, rows)
-
-
-def test_a_newer_stream_of_a_rank_replaces_the_older(running: RunningService) -> None:
-    rows = random_rows(1)
-    with RankStream(running.grpc) as older:
-        older.opened()
-        with RankStream(running.grpc) as newer:
-            newer.opened()
-            older.send(chunk(1, 0, [0], rows[0][:1]))
-            refused(older, grpc.StatusCode.ABORTED, "a newer stream of rank 0")
-            newer.send(*full_part(1, rows, WHOLE))
-            newer.sealed()
-    expect(running, rows)
-
-
 def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningService) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc, started=10) as older:
@@ -251,24 +223,6 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
                 refused(zombie, grpc.StatusCode.FAILED_PRECONDITION, "run run-1 began before run run-2")
             newer.send(*full_part(1, rows, WHOLE))
             assert newer.sealed().number == 2
-    expect(running, rows)
-
-
-def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningService) -> None:
-    shards = [[WHOLE[0]], [WHOLE[1]]]
-    rows = random_rows(1)
-    newer: dict[str, Any] = {"run": "run-2", "started": 2, "world_size": 2}
-    with RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as old:
-        old.opened()
-        with RankStream(running.grpc, shards=shards[0], **newer) as first:
-            first.opened()
-            first.send(*full_part(7, rows, shards[0]))
-            old.send(*full_part(7, random_rows(2), shards[1]))
-            assert old.refusal()[0] is grpc.StatusCode.ABORTED
-            with RankStream(running.grpc, shards=shards[1], rank=1, **newer) as second:
-                second.send(*full_part(7, rows, shards[1]))
-                second.opened()
-                assert second.sealed() == first.sealed()
     expect(running, rows)
 
 

@@ -11,7 +11,7 @@ from tests.support.server import RunningService
 
 from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, TableSpec
-from deltasync.cuts.coordinator import whole_bytes
+from deltasync.cuts.machine import whole_bytes
 
 WIDE = TableSpec("wide", 60_000, 16)  # 4.8 MB in the log
 CONSUMER = ("--consumer", "predictors=clicks")

@@ -21,7 +21,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.cuts.messages import check_open
+from deltasync.cuts.session import PublishSession, open_session
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2

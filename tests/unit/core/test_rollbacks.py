@@ -7,7 +7,7 @@ import pytest
 from tests.support.seals import sealed
 
 from deltasync.core.position import Position
-from deltasync.core.seal import Seal, SealHistory, rollback_run_id, rolled_back_to
+from deltasync.core.seal import Seal, SealHistory
 
 
 def history(*rollbacks: int) -> SealHistory:
@@ -16,16 +16,7 @@ def history(*rollbacks: int) -> SealHistory:
 
 
 def seal(version: int, to: int) -> Seal:
-    of_run = sealed(version, run=rollback_run_id(to) if to else "r")
-    return replace(of_run, checksum=1000 + version)
-
-
-def test_ids_of_rollbacks_name_the_version_and_differ() -> None:
-    assert rolled_back_to(rollback_run_id(12)) == 12
-    assert rollback_run_id(12) != rollback_run_id(12)
-    assert rolled_back_to(rollback_run_id(12, accept_any=True)) == 12
-    for run in ("r", "rollback", "rollback-to-12", "rollback-to-x-12345678", "rollback-to-12-123456789"):
-        assert rolled_back_to(run) is None
+    return replace(sealed(version, rollback_of=to or None), checksum=1000 + version)
 
 
 def test_a_position_has_the_rows_of_the_newest_rollback_to_it() -> None:

@@ -10,7 +10,7 @@ from tests.support.wire import WHOLE, full_part, random_rows
 
 from deltasync.base.errors import Contradiction, DeltasyncError, RunRefused, ServiceUnavailable
 from deltasync.core.position import Position
-from deltasync.core.seal import Seal, SealHistory, rollback_run_id
+from deltasync.core.seal import Seal, SealHistory
 from deltasync.cuts.admission import MAX_AHEAD_NS, Run, continues, may_go_on, may_publish
 
 HEAD = sealed(5, run="b")
@@ -186,8 +186,8 @@ async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_
             await join(service, run="behind", started=HOUR)
 
 
-ROLLED_BACK = [sealed(1), sealed(2), sealed(3), sealed(4, run=rollback_run_id(2))]
-BY_ANY = [sealed(1), sealed(2), sealed(3, run=rollback_run_id(1, accept_any=True))]
+ROLLED_BACK = [sealed(1), sealed(2), sealed(3), sealed(4, rollback_of=2)]
+BY_ANY = [sealed(1), sealed(2), sealed(3, rollback_of=1, accepts_any=True)]
 GOES_ON = [*ROLLED_BACK, sealed(5, run="good")]
 
 
@@ -223,8 +223,8 @@ GOES_ON = [*ROLLED_BACK, sealed(5, run="good")]
         (BY_ANY, Position("h", 2), False, "goes on from version 2, but the model was rolled back to version 1"),
         (GOES_ON, Position(), False, ""),
         (GOES_ON, Position("h", 3), False, "goes on from version 3, but the model was rolled back to version 2"),
-        ([*GOES_ON, sealed(6, run=rollback_run_id(5))], Position("h", 2), False, ""),
-        ([*GOES_ON, sealed(6, run=rollback_run_id(5))], Position(), False, "was rolled back to version 5"),
+        ([*GOES_ON, sealed(6, rollback_of=5)], Position("h", 2), False, ""),
+        ([*GOES_ON, sealed(6, rollback_of=5)], Position(), False, "was rolled back to version 5"),
         ([], Position(), False, ""),
         (ROLLED_BACK[:3], Position(), False, ""),
     ],

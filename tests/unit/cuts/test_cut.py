@@ -18,9 +18,9 @@ from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.cuts import cut as cuts
 from deltasync.cuts.admission import Run
-from deltasync.cuts.cut import Cut, RankPart
+from deltasync.cuts.cut import Cut, PartEnd, RankPart
+from deltasync.cuts.messages import check_open
 from deltasync.cuts.norm_guard import NormGuard, NormLimit, exceeds
-from deltasync.cuts.session import check_open
 
 TABLE = TableSpec("user", 12, 4)
 TOP, BOTTOM = Shard(TABLE, 0, 6, 0, 4), Shard(TABLE, 6, 6, 0, 4)
@@ -41,18 +41,14 @@ def fill(cut: Cut, part: RankPart) -> None:
         add(cut, part, slot, np.arange(shard.row_offset, shard.row_offset + shard.rows))
 
 
-def test_a_cut_is_complete_when_every_rank_has_closed() -> None:
+def test_a_seal_has_the_sizes_of_all_parts_and_the_last_end_of_the_step() -> None:
     cut = cut_of(2)
     top, bottom = (cut.begin(rank, [shard], must_be_full=False) for rank, shard in enumerate((TOP, BOTTOM)))
     add(cut, top, 0, np.array([1, 4]))
-    cut.close(top, rows=2, full=False, step_end_unix_ns=50)
-    assert not cut.complete
-    assert cut.closed_by(0)
-    assert not cut.closed_by(1)
-    assert not cut.closed_by(7)
-    cut.close(bottom, rows=0, full=False, step_end_unix_ns=90)
-    assert cut.complete
-    assert (cut.rows, cut.bytes, cut.step_end_unix_ns) == (2, 2 * (8 + 16), 90)
+    cut.close(top, PartEnd(10, 2, step_end_unix_ns=50))
+    cut.close(bottom, PartEnd(10, 0, step_end_unix_ns=90))
+    seal = cut.seal(None, (), 100)
+    assert (seal.rows, seal.bytes, seal.step_end_unix_ns) == (2, 2 * (8 + 16), 90)
 
 
 @pytest.mark.parametrize(("times", "newest"), [((5, 7), 7), ((7, None), 7), ((None, None), None)])
@@ -60,8 +56,8 @@ def test_a_cut_has_the_newest_event_time_of_its_ranks(times: tuple[int | None, .
     cut = cut_of(len(times))
     for rank, time in enumerate(times):
         begun = cut.begin(rank, [TOP], must_be_full=False)
-        cut.close(begun, rows=0, full=False, step_end_unix_ns=1, event_time_unix_ns=time)
-    assert cut.event_time_unix_ns == newest
+        cut.close(begun, PartEnd(10, 0, event_time_unix_ns=time))
+    assert cut.seal(None, (), 1).event_time_unix_ns == newest
 
 
 @pytest.mark.parametrize(("ids", "sent"), [([], 0), ([2], 0), ([3, 4], 2), ([0, 3, 5], 2)])
@@ -72,11 +68,11 @@ def test_a_part_lacks_nothing_that_was_never_published(ids: list[int], sent: int
     if ids:
         add(cut, part, 0, np.array(ids))
     with pytest.raises(ResyncRequired, match=f"rank 0 sent {sent} of its 3 rows of table 'user' that were never"):
-        cut.close(part, rows=len(ids), full=False, step_end_unix_ns=1)
+        cut.close(part, PartEnd(10, len(ids), step_end_unix_ns=1))
     whole = cut.begin(0, [TOP], must_be_full=False)
     add(cut, whole, 0, np.array([1, 3, 4, 5]))
-    cut.close(whole, rows=4, full=False, step_end_unix_ns=1)
-    assert cut.complete
+    cut.close(whole, PartEnd(10, 4, step_end_unix_ns=1))
+    assert whole.end
 
 
 def test_rows_are_applied_in_the_order_of_the_log_whichever_rank_came_first() -> None:
@@ -94,7 +90,7 @@ def test_a_part_begun_anew_forgets_what_came_before() -> None:
     again = cut.begin(0, [TOP], must_be_full=False)
     assert (cut.rows, cut.bytes, cut.log_bytes) == (0, 0, 0)
     add(cut, again, 0, np.array([0]))
-    cut.close(again, rows=1, full=False, step_end_unix_ns=1)
+    cut.close(again, PartEnd(10, 1, step_end_unix_ns=1))
     assert (cut.rows, cut.bytes, cut.log_bytes) == (1, 8 + 16, 1)
 
 
@@ -104,8 +100,8 @@ def test_a_wrong_count_of_rows_is_refused(rows: int) -> None:
     part = cut.begin(0, [TOP], must_be_full=False)
     add(cut, part, 0, np.array([1, 4]))
     with pytest.raises(InvalidInput, match=f"rank 0 closed a part of {rows} rows?, but 2 arrived"):
-        cut.close(part, rows=rows, full=False, step_end_unix_ns=1)
-    assert not cut.complete
+        cut.close(part, PartEnd(10, rows, step_end_unix_ns=1))
+    assert part.end is None
 
 
 @pytest.mark.parametrize("kind", [TableKind.PARAMETER, TableKind.BUFFER])
@@ -114,7 +110,7 @@ def test_a_full_part_that_lacks_rows_of_what_is_always_whole_is_refused(kind: Ta
     part = cut.begin(0, [Shard.whole(TableSpec("top", 12, 4, kind=kind))], must_be_full=False)
     add(cut, part, 0, np.arange(6))
     with pytest.raises(InvalidInput, match=f"full part with 6 rows of {kind.value} 'top', but its shard has 12"):
-        cut.close(part, rows=6, full=True, step_end_unix_ns=1)
+        cut.close(part, PartEnd(10, 6, full=True, step_end_unix_ns=1))
 
 
 def test_rows_of_embeddings_that_full_parts_do_not_name_are_to_go() -> None:
@@ -122,11 +118,11 @@ def test_rows_of_embeddings_that_full_parts_do_not_name_are_to_go() -> None:
     cut.announce([TABLE, item])
     top, bottom = (cut.begin(rank, [shard], must_be_full=False) for rank, shard in enumerate((TOP, BOTTOM)))
     add(cut, top, 0, np.arange(3))
-    cut.close(top, rows=3, full=True, step_end_unix_ns=1)
-    cut.close(bottom, rows=0, full=False, step_end_unix_ns=1)
+    cut.close(top, PartEnd(10, 3, full=True, step_end_unix_ns=1))
+    cut.close(bottom, PartEnd(10, 0, step_end_unix_ns=1))
     assert not cut.whole()
     bottom = cut.begin(1, [BOTTOM], must_be_full=False)
-    cut.close(bottom, rows=0, full=True, step_end_unix_ns=1)
+    cut.close(bottom, PartEnd(10, 0, full=True, step_end_unix_ns=1))
     assert cut.whole() == ("user",)  # Nobody has shards of the other one.
 
 

@@ -49,7 +49,7 @@ async def test_a_cut_that_cannot_be_sealed_is_sent_again(
 ) -> None:
     session = await join(service)
     with monkeypatch.context() as patch:
-        patch.setattr("deltasync.cuts.sealing._seal_of", broken)
+        patch.setattr("deltasync.cuts.cut.Cut.seal", broken)
         with pytest.raises(
             ServiceUnavailable, match=r"step 1 could not be sealed; send it again: ZeroDivisionError"
         ):

@@ -1,6 +1,7 @@
 """Cuts that are given up: the log has nothing of them any more, whatever becomes of their ranks."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts import coordinator
-from deltasync.cuts.coordinator import MOST_TRIES, Tries, cut_fits, enough, first_cut_fits, whole_bytes
+from deltasync.cuts.coordinator import FORSAKEN_SECONDS
+from deltasync.cuts.machine import MOST_TRIES, Refusals, cut_fits, enough, first_cut_fits, whole_bytes
 from deltasync.cuts.session import PublishSession
-from deltasync.log.log_store import LogFull
 from deltasync.service.service import Service
 
 WIDE = TableSpec("wide", 1 << 16, 4)
@@ -48,9 +48,9 @@ async def test_parts_of_ranks_that_have_gone_for_long_are_dropped(service: Servi
     assert await logged(service), "a rank is there"
     second.end("gone")
     ranks.abandon_forsaken(9001)
-    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS - 1)
+    ranks.abandon_forsaken(9001 + FORSAKEN_SECONDS - 1)
     assert await logged(service), "they may come back"
-    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS)
+    ranks.abandon_forsaken(9001 + FORSAKEN_SECONDS)
     assert await logged(service) == 0
     assert log_of(service).used_bytes() < used - 500_000
     assert ranks.open_cut is None
@@ -76,58 +76,6 @@ async def test_parts_of_a_run_are_dropped_when_a_later_one_takes_over(service: S
     await begin(service, rank=1)
     await join(service, run="later", started=2, **FIELDS)
     assert await logged(service) == 0
-
-
-@in_service()
-async def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(service: Service) -> None:
-    first = await begin(service)
-    await begin(service, rank=1)
-    ids = range(10)
-    await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
-    assert 0 < await logged(service) < 1000, "of the later step only"
-
-
-@in_service()
-async def test_a_full_log_reported_late_drops_nothing_of_the_next_cut(service: Service) -> None:
-    """A rank may wait for the log while a later cut takes the version of its own."""
-    first = await begin(service)
-    earlier = first.coordinator.open_cut
-    assert earlier
-    await begin(service, rank=1, step=2)
-    assert await logged(service)
-    log_of(service).capacity = 100
-    with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        first.coordinator.check_room(earlier, LogFull("full"))
-    assert await logged(service)
-    assert first.coordinator.open_cut
-
-
-@in_service()
-async def test_a_full_log_reported_late_does_not_give_up_a_sealed_cut(service: Service) -> None:
-    table, sealed, told = TableSpec("small", 1000, 4), asyncio.Event(), asyncio.Event()
-    session = await join(service, tables=[table], shards=[Shard.whole(table)])
-    ranks = session.coordinator
-    publish = ranks.whenever_sealed
-    assert publish
-
-    async def until_told() -> None:
-        sealed.set()
-        await told.wait()
-        await publish()
-
-    ranks.whenever_sealed = until_told
-    rows = [(0, range(1000), np.ones((1000, 4), "<f4"))]
-    sending = asyncio.create_task(send(session, part(1, rows, full=True)))
-    await asyncio.wait_for(sealed.wait(), 20)
-    current = ranks.open_cut
-    assert current
-    assert ranks.model.seals.newest_version == 1
-    log_of(service).capacity = 100
-    with pytest.raises(Contradiction, match="the cut of step 1 already needs"):
-        ranks.check_room(current, LogFull("full"))
-    told.set()
-    await sending
-    assert await logged(service)
 
 
 @in_service()
@@ -176,15 +124,13 @@ def test_what_fits_and_what_to_set_are_said() -> None:
     assert not cut_fits(5, 100, 100, [table], tries=MOST_TRIES).yes
 
 
-def test_only_tries_after_room_was_made_for_the_same_large_cut_count() -> None:
-    tries = Tries()
-    assert tries.count(1, 90, 100) == 0
-    assert tries.count(1, 90, 100) == 0, "no room was made"
-    tries.note_room()
-    assert tries.count(1, 90, 100) == 1
-    tries.note_room()
-    assert tries.count(1, 90, 100) == 2
-    tries.note_room()
-    assert tries.count(2, 90, 100) == 0, "another cut"
-    tries.note_room()
-    assert tries.count(2, 20, 100) == 0, "others fill the log"
+def test_only_refusals_of_a_large_cut_after_room_was_made_count() -> None:
+    refusals = Refusals().after(1, 90, 100)
+    assert refusals.tries == 0
+    assert refusals.after(1, 90, 100).tries == 0, "no room was made"
+    room = replace(refusals, room_made=True)
+    again = room.after(1, 90, 100)
+    assert again.tries == 1
+    assert replace(again, room_made=True).after(1, 90, 100).tries == 2
+    assert room.after(2, 90, 100).tries == 0, "another cut"
+    assert room.after(1, 20, 100).tries == 0, "others fill the log"

@@ -221,9 +221,9 @@ async def test_tables_announced_while_a_cut_is_sealed_are_made_for_the_next_one(
 ) -> None:
     """Else that would be sealed, and nobody could ever apply it."""
     old = await publish(service)
-    async with old.coordinator.sealer.between_cuts():
+    async with old.coordinator.between_cuts():
         last = asyncio.create_task(send(old, part(2, [(0, [1], np.ones((1, 4), "<f4"))])))
-        while not (old.coordinator.open_cut and old.coordinator.open_cut.cut.complete):
+        while not (old.coordinator.open_cut and old.coordinator.open_cut.cut.ends):
             await asyncio.sleep(0)
         shards = [Shard.whole(table) for table in tables]
         new = await join(service, run="run-2", started=2, tables=tables, shards=shards)

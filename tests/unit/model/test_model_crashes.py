@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
+from tests.support.local_model import commit
 from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.support.seals import sealed
 
 from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.cut_times import CutTimes
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
@@ -70,9 +70,7 @@ class Play:
         names = tuple(self.plain) if whole else ()
         seal = replace(sealed(version, world_size=1), rows=sum(map(len, batches)), whole=names)
         seal = seal.after(self.model.seals.newest)
-        self.model.store.seal(seal).result(20)
-        self.model.note_sealed(CutTimes(seal, 0), [plain.spec for plain in self.plain.values()])
-        await self.model.apply_cut(seal, batches if seed % 2 else None)
+        await commit(self.model, seal, batches if seed % 2 else None)
         self._expect(batches, version, names)
 
     async def whole(self, seed: int) -> None:

@@ -19,10 +19,11 @@ from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
-from deltasync.cuts.session import check_open, open_session
+from deltasync.cuts.messages import check_open
+from deltasync.cuts.session import open_session
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogStore
-from deltasync.model.model import Model
+from deltasync.model.applied_tables import AppliedTables
 from deltasync.model.model_store import note_removal
 from deltasync.service import operators
 from deltasync.service.service import Service
@@ -166,7 +167,7 @@ ROWS = random_rows(0)
 async def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(service: Service) -> None:
     (await publish(service)).end("it has gone")
     coordinator = service.models.coordinators["clicks"]
-    coordinator.sealer.report_failed("a cut is too large for the log", Contradiction("too large"))
+    coordinator.report_failed("a cut is too large for the log", Contradiction("too large"))
     await service.removals.delete_table("clicks", ITEM.name, "a test")
     assert [table.spec.name for table in service.models["clicks"].tables] == [USER.name]
 
@@ -177,13 +178,13 @@ async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_a
 ) -> None:
     monkeypatch.setattr(operators, "_LONGEST_SECONDS", 0.01)
 
-    async def fails(*_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise MemoryError("no room")
 
     session = await join(service)
     await send(session, full_part(1, ROWS, WHOLE))
     await service.models.coordinators["clicks"].settled()
-    monkeypatch.setattr(Model, "apply_cut", fails)
+    monkeypatch.setattr(AppliedTables, "apply", fails)
     answer = asyncio.create_task(send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))])))
     while not session.coordinator.model.failure:
         await asyncio.sleep(0)

@@ -12,13 +12,11 @@ from tests.support.local_service import join, publish, send
 from tests.support.wire import USER, close, delete_chunk, part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed, Superseded
+from deltasync.base.errors import ServiceUnavailable, StorageFailed, Superseded
 from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
-from deltasync.core.position import Position
-from deltasync.core.seal import rollback_run_id
-from deltasync.cuts.sealing import CutSealer
+from deltasync.model.model import Model
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
@@ -62,7 +60,7 @@ async def test_after_a_rollback_that_was_not_sealed_the_run_goes_on(
         async def refuse(*_: object) -> None:
             raise StorageFailed("the disk is full")
 
-        patch.setattr(CutSealer, "seal", refuse)
+        patch.setattr(Model, "commit", refuse)
         with pytest.raises(StorageFailed, match="the disk is full"):
             await roll_back(service.models, MODEL, str(kept.version), service.events, "me")
     assert rows_of(service) == before
@@ -83,17 +81,17 @@ class HeldSeals:
 
 @contextmanager
 def held_seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSeals]:
-    seals, original = HeldSeals(), CutSealer.seal
+    seals, original = HeldSeals(), Model.commit
 
-    async def seal(*arguments: Any) -> Position:
+    async def commit(*arguments: Any) -> None:
         seals.begun.set()
         await seals.go_on.wait()
         if seals.fails:
             raise StorageFailed("the disk is full")
-        return await original(*arguments)
+        await original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CutSealer, "seal", seal)
+        patch.setattr(Model, "commit", commit)
         yield seals
 
 
@@ -188,10 +186,12 @@ async def test_a_clock_that_was_set_back_refuses_no_rollback(
 
 
 @in_service()
-async def test_no_trainer_can_pass_for_a_rollback(service: Service) -> None:
+async def test_the_name_of_a_run_makes_no_rollback(service: Service) -> None:
     await publish(service)
-    with pytest.raises(InvalidInput, match="such ids are reserved for rollbacks"):
-        await join(service, run=rollback_run_id(1))
+    await publish(service, 2, run="rollback-to-1-0a1b2c3d", started=2)
+    newest = service.models[MODEL].seals.newest
+    assert newest is not None
+    assert (newest.version, newest.rollback_of) == (2, None)
 
 
 @in_service()

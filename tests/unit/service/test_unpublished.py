@@ -27,7 +27,8 @@ from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.cuts.messages import check_open
+from deltasync.cuts.session import PublishSession, open_session
 from deltasync.model.model import Model
 from deltasync.model.model_store import ModelStore
 from deltasync.service.options import ServiceOptions
@@ -42,7 +43,7 @@ async def stream(service: Service, **fields: Any) -> AsyncIterator[PublishSessio
     """A rank's stream, as the API has it. With `tables`, it holds nothing of them unless it has `shards`."""
     fields = {"shards": []} | fields if "tables" in fields else fields
     opening = check_open(publish_open(**fields).open)
-    coordinator = await service.publishing.open(opening.message.model)
+    coordinator = await service.publishing.open(opening.model)
     try:
         session = await open_session(coordinator, opening)
         try:
@@ -96,7 +97,7 @@ async def test_an_open_that_is_followed_by_nothing_leaves_nothing(service: Servi
 async def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(service: Service) -> None:
     async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
         closed = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE[:1])))
-        while not session.coordinator.open_cut or not session.coordinator.open_cut.cut.closed_by(0):
+        while not (cut := session.coordinator.open_cut) or not cut.cut.ends:
             await asyncio.sleep(0)
     with pytest.raises(DeltasyncError, match="all ranks of its run have left"):
         await closed

@@ -46,7 +46,7 @@ async def state_of(service: Service) -> State:
         [(each.name, each.version) for each, _ in await service.versions.kept(MODEL)],
         follows,
         objection.reason if objection and objection.in_force else "",
-        [(seal.version, seal.rolls_back_to) for seal in service.models[MODEL].seals],
+        [(seal.version, seal.rollback_of) for seal in service.models[MODEL].seals],
     )
 
 

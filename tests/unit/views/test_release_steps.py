@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.support.local_model import LocalModel
+from tests.support.local_model import LocalModel, commit
 from tests.support.releases import live_rows
 from tests.support.seals import sealed
 from tests.support.view_scenarios import (
@@ -165,11 +165,12 @@ async def test_a_run_whose_seal_the_loop_has_not_seen_is_released_whole(
     async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
         if function.__name__ != "_turn" or model.seals.newest_version == 3:
             return await on_thread(function, *arguments)
-        begun = model.apply_after(model.store.seal(seal), seal, other_run)
-        begun.result(20)
+        committed = asyncio.create_task(commit(model, seal, other_run))
+        await asyncio.sleep(0)  # It waits for the log.
+        while model.submit(lambda: model.tables.seal).result(20) != seal:
+            pass  # This loop does not know yet that the cut is durable.
         more = await on_thread(function, *arguments)
-        model.seals.append(seal)
-        await model.apply_cut(seal, other_run, begun)
+        await committed
         return more
 
     monkeypatch.setattr(model, "on_thread", cut_before)
@@ -287,9 +288,11 @@ def test_a_partly_applied_version_is_released_to_nobody(runner: asyncio.Runner, 
         view, model = await local.prepared_view(TOP), local.model
         number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
         rows = local.batches(changed(2, USER, 3) | changed(2, ITEM, 4))
+        failed = asyncio.Event()
         mistake = mock.patch.object(model.tables[1], "apply", side_effect=ZeroDivisionError("a mistake of ours"))
-        with mistake, pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, rows)
+        mistake.start()
+        committed = asyncio.create_task(commit(model, seal, rows, failed=lambda *_: failed.set()))
+        await failed.wait()
         for given in (
             model.release(0),
             view.make_release(TOP, 0),
@@ -298,7 +301,8 @@ def test_a_partly_applied_version_is_released_to_nobody(runner: asyncio.Runner, 
             with pytest.raises(ServiceUnavailable, match="model 'clicks' is applying a version again"):
                 await given
         assert view.position.number == number
-        await model.apply_cut(seal, rows)
+        mistake.stop()
+        await committed
         assert model.position.number == 2
         await view.make_release(Policy(), 0)
         assert same_as_the_model(await held_by_a_replica(view), local)
