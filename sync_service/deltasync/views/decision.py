@@ -38,6 +38,7 @@ class ReleaseOptions:
         copied_bytes: size of a block of rows that are copied into new tables.
         compared_bytes: size of a block of rows that are compared, which is faster.
         updated_bytes: size of a block of rows that are updated.
+        known_releases: number of newest releases whose version and seal are kept. They are unknown for older ones.
     """
 
     shortest_seconds: float = 0.1
@@ -47,6 +48,7 @@ class ReleaseOptions:
     copied_bytes: int = 2 << 20
     compared_bytes: int = 64 << 20
     updated_bytes: int = 1 << 20
+    known_releases: int = 10_000
 
 
 RELEASE_OPTIONS = ReleaseOptions()

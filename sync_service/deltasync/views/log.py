@@ -26,9 +26,6 @@ from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals
 from deltasync.model.releases import Head
 from deltasync.views.table import ViewTable
 
-# Number of releases whose version and seal are kept. They are unknown for older releases.
-KEPT_HEADS = 10_000
-
 
 class ReleaseHistory:
     """The releases of one view. One call at a time adds to it; any thread reads it.
@@ -41,9 +38,10 @@ class ReleaseHistory:
         succession: when each release became the newest.
     """
 
-    def __init__(self, history_id: str, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
-        """Start with known releases, oldest first."""
+    def __init__(self, history_id: str, most: int, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
+        """Start with known releases, oldest first. It keeps `most` of them."""
         self.id = history_id
+        self._most = most
         self.first_version = first_version
         self.succession = Succession()
         self._heads = {head.number: head for head in heads}
@@ -52,7 +50,7 @@ class ReleaseHistory:
     def add(self, head: Head, at_ns: int) -> None:
         """Add the newest release, made at `at_ns` by `steady_ns`."""
         self._heads[head.number] = self._newest = head
-        if len(self._heads) > KEPT_HEADS:
+        if len(self._heads) > self._most:
             del self._heads[next(iter(self._heads))]
         self.succession.add(head.number, at_ns)
 
@@ -272,10 +270,10 @@ class ViewLog:
             raise StorageFailed(f"the log lacks rows of release {number}")
         return [np.concatenate([np.zeros(0, np.int64), *some]) for some in pieces]
 
-    def truncate(self, number: int, newest: int) -> None:
-        """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release."""
-        self._log.truncate(self._ids, number).result()
-        self._log.truncate(self._heads, max(0, min(number, newest - KEPT_HEADS))).result()
+    def truncate(self, ids: int, heads: int) -> None:
+        """Drop row ids up to release `ids`, which checkpoints contain, and heads up to `heads` of these."""
+        self._log.truncate(self._ids, ids).result()
+        self._log.truncate(self._heads, max(0, min(ids, heads))).result()
 
     def discard(self) -> None:
         """Remove all records."""

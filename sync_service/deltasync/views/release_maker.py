@@ -132,7 +132,7 @@ class ReleaseMaker:
     ) -> None:
         """`changed` is called after each attempt to make a release."""
         self.state = ViewState()
-        self.history = ReleaseHistory(history)
+        self.history = ReleaseHistory(history, options.known_releases)
         self.pending: PendingRelease | None = None
         self._consumer = consumer
         self._model = model
@@ -151,7 +151,8 @@ class ReleaseMaker:
             except StorageFailed as error:  # This only affects replicas that were away, which get more rows.
                 logger.warning("consumer %s: cannot read releases before the newest: %s", self._consumer, error)
                 heads = []
-            self.history = ReleaseHistory(self.history.id, state.record["first_version"], heads)
+            first, most = state.record["first_version"], self._options.known_releases
+            self.history = ReleaseHistory(self.history.id, most, first, heads)
             self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 

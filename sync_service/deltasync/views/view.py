@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -250,8 +250,7 @@ class View:
 
         def table_statuses() -> list[TableStatus]:
             if not arrived:
-                tables = self.model.tables.followed(policy)
-                return [TableStatus(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
+                return [_missing(each, policy) for each in self.model.tables.followed(policy)]
             lines = [(table, _held(table, state)) for table in state.tables]
             return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
 
@@ -375,7 +374,8 @@ class View:
     def truncate_log(self, state: Mapping[str, Any]) -> None:
         """See `ViewStorage.truncate_log`."""
         if state["head"] and line_of(state["history"]) == line_of(self.history):
-            self._log.truncate(state["head"]["number"], self.position.number)
+            kept = self.position.number - self.options.known_releases
+            self._log.truncate(state["head"]["number"], kept)
 
     def _given(self) -> tuple[list[StampedTable], Head | None] | None:
         """The tables and the head for replicas; None while a release is being written."""
@@ -392,46 +392,31 @@ def _beyond(seconds: float, age_ns: int) -> int:
 
 
 def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]:
-    held = {table.form.spec.name for table in state.tables}
+    held = {table.name for table in state.tables}
     missing = [table for table in model.tables.followed(policy) if table.spec.name not in held]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
 
 
-def _every(table: StampedTable) -> Callable[[int], int]:
-    """Counts all rows of a table."""
-
-    def lacking(_number: int) -> int:
-        return table.slots
-
-    return lacking
-
-
 def _held(table: ViewTable, state: ViewState) -> TableStatus:
-    return TableStatus(
-        table.form.spec,
-        table.sent.spec.row_bytes,
-        table.lacking,
-        state.backlog.get(table.form.spec.name),
-    )
+    return TableStatus(table.form.spec, table.sent.spec.row_bytes, table.lacking, state.backlog.get(table.name))
 
 
 def _missing(table: StampedTable, policy: Policy) -> TableStatus:
-    """A table that the view does not have yet, so that its replicas lack all of it."""
-
-    def lacking(_version: int) -> int:
-        return table.counts.changed
-
-    return TableStatus(table.spec, policy.row_bytes(table.spec), lacking)
+    """A table of which replicas lack all rows."""
+    return TableStatus(table.spec, policy.row_bytes(table.spec), lambda _number: table.counts.changed)
 
 
 class ReleaseLoop:
     """Makes the releases of one consumer, in the event loop, until it is stopped."""
 
-    def __init__(self, consumer: Consumer, view: View, events: Events) -> None:
+    def __init__(
+        self, consumer: Consumer, view: View, events: Events, pauses: Callable[[], Iterator[float]] = backoff
+    ) -> None:
+        """`pauses` yields the seconds before each attempt after a failure."""
         self._consumer = consumer
         self._view = view
         self._events = events
-        self._pauses = backoff()
+        self._new_pauses, self._pauses = pauses, pauses()
         self._stopping, self._began_ns = asyncio.Event(), steady_ns()
         self._prepare_at = 0.0
         self._refused: Policy | None = None  # A policy whose tables could not be made.
@@ -453,7 +438,7 @@ class ReleaseLoop:
                 await first_of(self._stopping.wait(), seconds=next(self._pauses))
                 continue
             else:
-                self._pauses, self._view.failure = backoff(), ""
+                self._pauses, self._view.failure = self._new_pauses(), ""
             if seconds != 0:
                 await self._wait(seconds)
 

@@ -416,9 +416,7 @@ def expected(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
-    tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(tmp_path: Path, package: Path) -> None:
     target = TorchTarget(compiled_model(package))
 
     def output() -> torch.Tensor:

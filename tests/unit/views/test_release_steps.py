@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 from unittest import mock
 
@@ -63,6 +64,12 @@ class Disk:
 
 def broken(*_: object) -> None:
     raise ZeroDivisionError("a mistake of ours")
+
+
+def loop_of(view: View, replica: Replica, told: list[Event], pause: float) -> ReleaseLoop:
+    """The loop of a view with a connected replica, which pauses for as many seconds after each failure."""
+    consumer = Consumer("top", "clicks", 0, TOP, {"a": replica})
+    return ReleaseLoop(consumer, view, Events(told.append), lambda: repeat(pause))
 
 
 def _advanced(view: View, replica: Replica) -> bool:
@@ -218,11 +225,10 @@ async def test_an_unexpected_error_is_reported_and_retried(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
     """It neither ends the service nor keeps other consumers from anything."""
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view = local.view()
     replica = Replica("a", stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    loop = loop_of(view, replica, told, 0.001)
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
             if name != "plan":
@@ -245,10 +251,9 @@ async def test_an_unexpected_error_is_reported_and_retried(
 async def test_a_policy_is_in_force_although_the_log_refuses_a_release(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view, replica = local.view(), Replica("a", stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    loop = loop_of(view, replica, told, 0.001)
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
             patch.setattr(ViewLog, "write", refuse)
@@ -264,12 +269,10 @@ async def test_a_policy_is_in_force_although_the_log_refuses_a_release(
 async def test_an_error_at_every_version_is_reported_once(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 3600)
-    monkeypatch.setattr("deltasync.base.waiting._LONGEST_SECONDS", 3600)
     told: list[Event] = []
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    loop = loop_of(view, replica, told, 3600.0)
     monkeypatch.setattr(ReleaseMaker, "_turns", broken)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())

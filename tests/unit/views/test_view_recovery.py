@@ -20,6 +20,7 @@ from tests.unit.views.models import Models
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.log.records import key_of, pack_json, unpack_json
+from deltasync.views.decision import ReleaseOptions
 from deltasync.views.log import ViewLog, heads_stream, releases_stream, view_name
 from deltasync.views.view import View
 
@@ -192,11 +193,9 @@ async def test_a_checkpoint_of_an_earlier_view_is_not_used(local: LocalModel, mo
     assert [record.number for record in local.log.read(HEADS)] == [number - 1, number]
 
 
-async def test_the_log_is_truncated_to_the_second_newest_checkpoint(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_log_is_truncated_to_the_second_newest_checkpoint(local: LocalModel, models: Models) -> None:
     """Heads stay longer: they show of which version older releases were made, and what their seals are."""
-    monkeypatch.setattr("deltasync.views.log.KEPT_HEADS", 3)
+    local.options = ReleaseOptions(known_releases=3)
     view = await local.prepared_view(TOP)
     positions, manifests = [view.position], []
     for seed in range(1, 7):
