@@ -57,7 +57,7 @@ class ViewRegistry:
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
-                self._tell_lost(consumer, str(error))
+                self._report_lost(consumer, str(error))
                 await in_own_thread(ViewLog(model.log, consumer.name).discard)
                 continue
             if record is not None:
@@ -74,7 +74,7 @@ class ViewRegistry:
         view = self._recovering.get(consumer.name)
         if view and view.model is model:
             if lost := await view.recover():
-                self._tell_lost(consumer, lost)
+                self._report_lost(consumer, lost)
                 await self._add(consumer, await self._new(consumer, model))
             else:
                 await self._add(consumer, view)
@@ -92,7 +92,7 @@ class ViewRegistry:
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         view.model.signal.wake()  # This ends streams that read the model's own tables.
 
-    def _tell_lost(self, consumer: Consumer, why: str) -> None:
+    def _report_lost(self, consumer: Consumer, why: str) -> None:
         text = "its view cannot be rebuilt; its replicas get every row, and no restore is necessary"
         reason = why.removesuffix(f": {RESTORE}")
         self._events.emit(EventKind.FAILED, f"{text}: {reason}", consumer=consumer.name)

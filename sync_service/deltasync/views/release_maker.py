@@ -299,17 +299,17 @@ class ReleaseMaker:
         return True
 
     @property
-    def shown(self) -> ViewState | None:
+    def visible(self) -> ViewState | None:
         """The state for replicas; None while a release is not on disk yet."""
         return None if self.pending else self.state
 
     @property
-    def made(self) -> ViewState:
+    def latest(self) -> ViewState:
         """The state of the tables, even if the log does not have the release yet."""
         pending = self.pending  # Read once, because the event loop may set it to None.
         return pending.state if pending and pending.stage is not Stage.UPDATING else self.state
 
-    def saved(self) -> dict[str, Any] | None:
+    def checkpoint_state(self) -> dict[str, Any] | None:
         """The state for a checkpoint, without tables; None while a release is being written.
 
         A release that the log refused is included: the log may need a checkpoint before it has room again.
@@ -317,7 +317,7 @@ class ReleaseMaker:
         pending = self.pending
         if pending and pending.stage is not Stage.REFUSED:
             return None
-        return state_record(self.history.id, self.made)
+        return state_record(self.history.id, self.latest)
 
 
 def _turn(turns: Generator[None, bool, None], at_once: bool) -> bool:

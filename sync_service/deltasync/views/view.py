@@ -77,7 +77,7 @@ class View:
         self._log = ViewLog(model.log, consumer)
         history = record["history"] if record else uuid.uuid4().hex
         self._maker = ReleaseMaker(consumer, model, self._log, history, self._changed, options)
-        self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
+        self._releases = Releases(model.on_thread, self._visible, model.release_memory_bytes)
         self.replay = Replay(consumer, model, self._log, history, options) if record else None
         self._signal = Signal()
         self.follows: Follow | None = None
@@ -349,11 +349,11 @@ class View:
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """Its tables, including a release that is not on disk yet."""
-        return sources(self.owner, self._maker.made)
+        return sources(self.owner, self._maker.latest)
 
     def checkpoint_state(self) -> dict[str, Any] | None:
         """The state for `restore`; None while a release is being written."""
-        return self._maker.saved()
+        return self._maker.checkpoint_state()
 
     async def recover(self) -> str:
         """Continue from the result of `replay`, once the model is loaded. Call it before any other method.
@@ -377,10 +377,10 @@ class View:
             kept = self.position.number - self.options.known_releases
             self._log.truncate(state["head"]["number"], kept)
 
-    def _given(self) -> tuple[list[StampedTable], Head | None] | None:
+    def _visible(self) -> tuple[list[StampedTable], Head | None] | None:
         """The tables and the head for replicas; None while a release is being written."""
         self.model.tables.check_sound()
-        state = self._maker.shown
+        state = self._maker.visible
         if state and self.follows and state.kept != self.follows.kept.id:
             return None
         return ([table.sent for table in state.tables], state.head) if state else None

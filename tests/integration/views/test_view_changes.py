@@ -155,9 +155,7 @@ def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> N
     assert [release.resync for release in taken].count(True) == 1
 
 
-def test_a_table_that_comes_later_and_cannot_be_sent_keeps_no_other_table_back(
-    service: RunningService, admin: Admin
-) -> None:
+def test_a_later_table_that_cannot_be_sent_delays_no_other_table(service: RunningService, admin: Admin) -> None:
     """Nor another consumer, nor a replica that joins; the lag says which table it is, and what to do."""
     tables, why = [*TABLES, TableSpec("odd", 10, 5)], "table 'odd' has dim 5, value type int8-tbe needs"
     admin.create_consumer("tbe", "clicks", Policy(value_type=ValueType.INT8_TBE))
@@ -202,7 +200,7 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningSe
             assert lag["history"] != history
 
 
-def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_announced(
+def test_a_replica_that_joins_during_a_change_gets_the_announced_tables(
     service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for what the policy wants to be there."""
