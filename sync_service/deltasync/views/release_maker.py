@@ -28,11 +28,11 @@ from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.core.policy import Policy
 from deltasync.core.precopy import PreCopy
-from deltasync.core.rows import DamagedRows, Ids, Mask, members
+from deltasync.core.rows import DamagedRows, Ids, Mask, RowBatch, members
 from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import TableForm
-from deltasync.core.tables import TableKind
+from deltasync.core.tables import Shard, TableKind
 from deltasync.kernels.dirty_rows import split_amounts
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
@@ -41,7 +41,6 @@ from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals, total
 from deltasync.model.model import Model
 from deltasync.model.releases import Head
 from deltasync.views.decision import DirtyRows, ReleaseOptions, pick
-from deltasync.views.kept_tables import delete_later_rows
 from deltasync.views.log import (
     ReleaseHistory,
     ViewLog,
@@ -347,10 +346,13 @@ class ReleaseBuild:
         self._new = plan.new
         present = [table for table in plan.tables if table not in plan.new]
         if plan.kept_tables:
-            delete_later_rows(plan.kept_tables, present)
             for table in present:  # All rows are compared.
-                table.source = plan.kept_tables[key_of(table.source)]
+                table.source = source = plan.kept_tables[key_of(table.source)]
                 table.note_clean(0)
+                later = np.flatnonzero((table.held.stamps > 0) & (source.stamps[: table.held.slots] == 0))
+                if len(later):  # Replicas hold rows that the version never had.
+                    deletes = RowBatch.deletes(Shard.whole(source.spec), source.ids_of(later))
+                    source.apply(deletes, max(1, source.counts.newest))
         for table in plan.new:
             table.stamp = stamp
         self._comparisons = {table: ReplicaComparison(table, before.compared_version + 1) for table in present}
