@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deltasync.core.policy import Policy
 from deltasync.views.decision import DirtyRows, pick
 
 MAX_AGE = 60.0
+# Norm, overdue, forced.
+ROWS = st.tuples(st.floats(0, 9), st.booleans(), st.booleans())
 
 
 def dirty_rows(norms: Sequence[float], *, never: Sequence[int] = (), overdue: Sequence[int] = ()) -> DirtyRows:
@@ -96,32 +98,28 @@ def test_the_reason_names_new_tables_first(norms: list[float], rest: str) -> Non
 
 
 @given(
-    st.lists(
-        st.lists(st.tuples(st.floats(0, 9), st.booleans(), st.booleans()), max_size=6), min_size=1, max_size=3
-    ),
+    st.lists(st.lists(ROWS, max_size=6), min_size=1, max_size=3),
     st.none() | st.integers(1, 9) | st.sampled_from([0.1, 0.5]),
-    st.none() | st.integers(20, 200),
+    st.none() | st.integers(20, 300),
 )
 def test_urgent_rows_come_first_and_the_budget_holds(
     rows: list[list[tuple[float, bool, bool]]], top_k: float | None, max_bytes: int | None
 ) -> None:
-    tables = [
-        dirty_rows([norm for norm, _, _ in table], overdue=[at for at, row in enumerate(table) if row[1]])
-        for table in rows
-    ]
-    tables = [
-        replace(table, forced=np.array([row[2] for row in some], bool))
-        for table, some in zip(tables, rows, strict=True)
-    ]
+    assume(max_bytes is None or not isinstance(top_k, int) or max_bytes >= 20 * top_k)
+    tables = list[DirtyRows]()
+    for table in rows:
+        old = [at for at, row in enumerate(table) if row[1]]
+        must = np.array([row[2] for row in table], np.bool_)
+        tables.append(replace(dirty_rows([row[0] for row in table], overdue=old), forced=must))
     policy = Policy(top_k=top_k, max_bytes=max_bytes, max_age_seconds=MAX_AGE)
     taken = np.concatenate(pick(tables, policy).taken)
     forced, overdue = (np.concatenate([getattr(each, name) for each in tables]) for name in ("forced", "overdue"))
     norms, free = np.concatenate([each.norms for each in tables]), ~forced
     assert taken[forced].all()
-    if max_bytes is not None:
-        assert 20 * np.count_nonzero(taken & free) <= max(max_bytes, 20)
     if max_bytes is None:
         assert taken[overdue].all()
+    else:
+        assert 20 * np.count_nonzero(taken & free) <= max_bytes
     left, chosen = norms[free & ~overdue & ~taken], norms[free & ~overdue & taken]
     assert not len(left) or not len(chosen) or left.max() <= chosen.min()
     if (free & overdue & ~taken).any():
