@@ -57,9 +57,9 @@ WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
 # The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
 _PARTS = {
-    "look": {("making.py", "go_on"), ("making.py", "compare_rest")},
-    "pick": {("making.py", "dirty"), ("picking.py", "pick")},
-    "give": {("making.py", "begin_update"), ("making.py", "go_on_updating")},
+    "look": {("release_maker.py", "compare_some"), ("release_maker.py", "compare_rest")},
+    "pick": {("release_maker.py", "dirty"), ("decision.py", "pick")},
+    "give": {("release_maker.py", "begin_update"), ("release_maker.py", "update_some")},
 }
 
 Floats = NDArray[Any]
@@ -116,7 +116,7 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
-        releases = {name: view.state.newest.statistics for name, view in views.items() if view.state.newest}
+        releases = {name: view.state.statistics for name, view in views.items() if view.state.statistics}
         await changing.change()
         parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
-import pytest
 from tests.support.server import TOKEN
 from tests.support.state import Reachable
 from tests.support.wire import ack, random_rows
@@ -32,6 +31,7 @@ from deltasync.core.rows import Values
 from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2
+from deltasync.views.decision import ReleaseOptions
 from deltasync.wire.messages import checksums_to_message
 
 WAIT = 20.0
@@ -225,7 +225,5 @@ def admin_of(service: Reachable) -> Admin:
     return Admin(Endpoint(service.http, TOKEN))
 
 
-def release_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Release rows that an earlier release left out without delay."""
-    patch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 0.001)
-    patch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 0.002)
+# Rows that an earlier release left out are released without delay, and what failed is tried again soon.
+AT_ONCE = ReleaseOptions(shortest_seconds=0.001, longest_seconds=0.002, retry_seconds=0.02)

@@ -22,6 +22,7 @@ from deltasync.log.log_store import LogOptions
 from deltasync.log.records import pack_layout, pack_rows
 from deltasync.model.model import CompleteCut, Model
 from deltasync.model.model_store import recorded_models
+from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
@@ -50,13 +51,20 @@ class LocalModel:
     Another one on the same folder simulates a restart.
 
     Attributes:
+        options: how new views make releases.
         views: the views in use, by consumer.
         lost: why a view could not be restored, by consumer.
     """
 
-    def __init__(self, directory: Path, log_max_bytes: int = 1 << 28, model: Model | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        log_max_bytes: int = 1 << 28,
+        model: Model | None = None,
+        options: ReleaseOptions = RELEASE_OPTIONS,
+    ) -> None:
         """With `model`, use that model, for example of a service."""
-        self.directory = directory
+        self.directory, self.options = directory, options
         if model is None:
             log = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
             model = Model("clicks", log, CheckpointStore("clicks", Place(str(directory / "checkpoints"))))
@@ -68,16 +76,16 @@ class LocalModel:
         """Open what a folder has, if anything."""
         local = cls(directory, **settings)
         names = local.log.items("view/")
-        views = [View(name, local.model, ViewLog(local.log, name).view()) for name in names]
+        views = [View(name, local.model, ViewLog(local.log, name).view(), local.options) for name in names]
         if record := recorded_models(local.log).get("clicks"):
             await local.model.recover(record, [view.replay for view in views if view.replay])
-            local.lost = {view.owner: lost for view in views if (lost := await view.recovered())}
+            local.lost = {view.owner: lost for view in views if (lost := await view.recover())}
             local.views = {view.owner: view for view in views if view.owner not in local.lost}
         return local
 
     def view(self, name: str = "top") -> View:
         """The view of a consumer; creates it if there is none."""
-        return self.views.get(name) or self.views.setdefault(name, View(name, self.model))
+        return self.views.get(name) or self.views.setdefault(name, View(name, self.model, options=self.options))
 
     async def prepared_view(self, policy: Policy, name: str = "top") -> View:
         """A view with the tables that its policy follows."""

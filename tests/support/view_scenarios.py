@@ -1,8 +1,9 @@
 """Scenarios for one view of a model of two tables, in this process."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import NewestRelease, ViewState
-from deltasync.views.pacing import Situation, due
+from deltasync.model.feed import ReleaseStatistics
+from deltasync.model.releases import FrozenRelease, Head
+from deltasync.views.decision import Action, ReleaseOptions, Situation, next_action
+from deltasync.views.log import ViewState
 from deltasync.views.table import ViewTable
 from deltasync.views.view import View
 
@@ -83,7 +85,7 @@ def same_as_the_model(held: dict[str, Values], local: LocalModel) -> bool:
 
 def is_due(view: View, policy: Policy) -> bool:
     """Whether a release will be made without further publishing."""
-    assert view.state.newest
+    assert view.state.statistics
     situation = Situation(
         newest_version=view.model.position.number,
         compared_version=view.state.compared_version,
@@ -93,13 +95,28 @@ def is_due(view: View, policy: Policy) -> bool:
         sealed_ns=[],
         ready=True,
     )
-    return due(policy, situation, 10**18).seconds is not None
+    return next_action(policy, situation, 10**18).action is Action.ROWS
 
 
-def small_blocks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Make releases in small blocks, each in a separate call."""
-    for name, value in (("_TURN_SECONDS", 0), ("_COPIED_BYTES", nbytes), ("_COMPARED_BYTES", nbytes)):
-        patch.setattr(f"deltasync.views.making.{name}", value)
+# Turns in which a release updates one row.
+SINGLE_ROWS = ReleaseOptions(turn_seconds=0, updated_bytes=1)
+
+
+def small_blocks(nbytes: int) -> ReleaseOptions:
+    """Turns in which a release copies or compares at most these bytes, and cuts come in between."""
+    return ReleaseOptions(turn_seconds=0, copied_bytes=nbytes, compared_bytes=nbytes)
+
+
+def before_turns(patch: pytest.MonkeyPatch, local: LocalModel, act: Callable[[int], Awaitable[None]]) -> None:
+    """Call `act` with its number before each turn of a release on the model's thread."""
+    on_thread, turns = local.model.on_thread, count(1)
+
+    async def interposed(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "_turn":
+            await act(next(turns))
+        return await on_thread(function, *arguments)
+
+    patch.setattr(local.model, "on_thread", interposed)
 
 
 def refuse(*_: object) -> None:
@@ -111,7 +128,8 @@ class Bits:
     """The complete state of a view, except tables that its model no longer has."""
 
     position: Position
-    newest: NewestRelease | None
+    head: Head | None
+    newest: ReleaseStatistics | None
     compared_version: int
     versions: list[int]
     tables: dict[str, tuple[Any, ...]]
@@ -122,7 +140,14 @@ async def bits_of(view: View) -> Bits:
     state = view.state
     numbers = range(1, state.head.number + 1 if state.head else 1)
     tables = await view.model.on_thread(lambda: {each.name: _bits_of(each, state) for each in _there(state)})
-    return Bits(view.position, state.newest, state.compared_version, [*map(view.version_of, numbers)], tables)
+    return Bits(
+        view.position,
+        state.head,
+        state.statistics,
+        state.compared_version,
+        [*map(view.version_of, numbers)],
+        tables,
+    )
 
 
 def _there(state: ViewState) -> list[ViewTable]:

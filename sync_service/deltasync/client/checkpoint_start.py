@@ -179,9 +179,9 @@ def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence
         tables=[each.held for each in tables],
         rows=[batch for each in tables for batch in each.batches()],
         version=head["version"],
-        event_time_unix_ns=head.get("event_time_unix_ns"),
+        event_time_unix_ns=head["event_time_unix_ns"],
         model=model,
-        kept=head.get("kept_name", ""),
+        kept=head["kept"],
     )
 
 

@@ -42,7 +42,7 @@ class Backlog:
     oldest_version: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReleaseStatistics:
     """Statistics of one release of a view.
 

@@ -39,7 +39,7 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
 from deltasync.model.feed import FeedStatus, TableStatus, ViewStorage, table_status
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
-from deltasync.model.recovery import Recovery, ViewRecovery
+from deltasync.model.recovery import ModelRecovery, ViewRecovery
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
 
 T = TypeVar("T")
@@ -374,12 +374,13 @@ class Model:
             RowsLost: there is no checkpoint, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
-        recovery = Recovery(self.name, self.log, self.store, self.checkpoints, self.tables, views, self.problems)
-        recovered = await self.on_thread(recovery.recover, record)
-        self.seals.extend(recovered.seals)
+        store, tables = self.store, self.tables
+        recovery = ModelRecovery(self.name, self.log, store, self.checkpoints, tables, views, self.problems)
+        result = await self.on_thread(recovery.run, record)
+        self.seals.extend(result.seals)
         self.seals.succession.find(self.seals.newest_version, steady_ns())
-        self.checkpointed = recovered.checkpoint
-        self.tables.published = recovered.published
+        self.checkpointed = result.checkpoint
+        tables.published = result.published
         self.head = Head.of(self.seals.newest) if self.seals.newest else None
 
 

@@ -73,7 +73,7 @@ class Layouts:
         self._damage = ""
         self._lock = threading.Lock()
 
-    def recover(self) -> None:
+    def load(self) -> None:
         """Read the layouts in the log. All of them stay until `note_newest` reports which rows exist.
 
         Layouts after a damaged one are missing: `shards` raises an error for each.
@@ -93,7 +93,7 @@ class Layouts:
             self._damage = str(error)
 
     def note_newest(self, version: int) -> None:
-        """Note that the recovered layouts have no rows of versions after this one."""
+        """Note that the loaded layouts have no rows of versions after this one."""
         with self._lock:
             for layout in self._layouts.values():
                 layout.newest = min(layout.newest, version)
@@ -196,7 +196,7 @@ class ModelStore:
         self._replacing = list[Future[None]]()
         self._kept_seals = KEPT_SEALS
 
-    def recover(self, record: Mapping[str, Any]) -> None:
+    def load(self, record: Mapping[str, Any]) -> None:
         """Read the records.
 
         Raises:
@@ -209,7 +209,7 @@ class ModelStore:
         with reading(f"record cut/{self._model}"):
             dropped = self._log.items(f"cut/{self._model}").get("")
             self.dropped = int(dropped) if dropped else 0
-        self._layouts.recover()
+        self._layouts.load()
 
     def describe(
         self,

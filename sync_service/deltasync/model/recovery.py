@@ -49,12 +49,8 @@ class RecoveryResult:
     checkpoint: Manifest | None
 
 
-class Recovery:
-    """Restores the tables of a model and its views. Used once, on the model's thread.
-
-    Attributes:
-        problems: checkpoints and parts of the log that could not be used, and why. Any thread may read it.
-    """
+class ModelRecovery:
+    """Restores the tables of a model and its views. Used once, on the model's thread."""
 
     def __init__(
         self,
@@ -66,7 +62,7 @@ class Recovery:
         views: Sequence["ViewRecovery"],
         problems: list[str],
     ) -> None:
-        """Prepare to fill `tables`. Problems are added to `problems`; for the others see `Model`."""
+        """Prepare to fill `tables`. Whatever cannot be used of checkpoints and log is added to `problems`."""
         self.problems = problems
         self._model = model
         self._log = log
@@ -76,14 +72,9 @@ class Recovery:
         self._views = views
         self._missing = dict[TableKey, Ids]()
 
-    def recover(self, record: Mapping[str, Any]) -> RecoveryResult:
-        """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
-
-        Raises:
-            RowsLost: no checkpoint is usable, and the log does not go back far enough.
-            StorageFailed: a record is damaged, or there is no room.
-        """
-        self._store.recover(record)
+    def run(self, record: Mapping[str, Any]) -> RecoveryResult:
+        """Restore the model as of the last sound sealed cut; see `Model.recover`."""
+        self._store.load(record)
         while True:
             seals, problem = self._sound_seals()
             if problem:  # The trainer sees the service's version, and publishes the rest again.
@@ -116,8 +107,7 @@ class Recovery:
     def _replay(self, seals: Sequence[Seal], version: int) -> tuple[int, str] | None:
         """Apply the log's versions after the version of the tables.
 
-        Returns:
-            None if all are sound; otherwise the last sound version, and the problem with the next.
+        Returns the last sound version and the problem with the next; None if all are sound.
         """
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
@@ -151,8 +141,7 @@ class Recovery:
     def _load_newest(self, seals: list[Seal]) -> tuple[Manifest | None, list[Seal]]:
         """Load the newest sound checkpoint that fits the log with these seals.
 
-        Returns:
-            The checkpoint, None if the log has everything; and the seals that the log then has.
+        Returns it, or None if the log has everything; and the seals that the log then has.
         """
         listing = self._checkpoints.manifests()
         if listing.unreachable and self._log.shared:  # It may have rows that the log has lost.
@@ -197,10 +186,7 @@ class Recovery:
         return self._sound_seals()[0]
 
     def _load(self, manifest: Manifest, unreachable: list[str]) -> bool:
-        """Load a checkpoint, and return whether it succeeded.
-
-        If a place is not reachable, its error is added to `unreachable`.
-        """
+        """Load a checkpoint, and return whether it succeeded. Errors of places are added to `unreachable`."""
         tables = self._begin(manifest)
         try:
             self._checkpoints.load(manifest, [tables.get(entry.key) for entry in manifest.tables])
@@ -213,7 +199,7 @@ class Recovery:
             self._note_problem(f"the checkpoint of version {manifest.version} is damaged: {error}")
             return False
         for each in self._views:
-            each.restored(dirty)
+            each.loaded(dirty)
         return True
 
     def _salvage_best(self, damaged: Sequence[Manifest]) -> Manifest | None:
@@ -245,21 +231,17 @@ class Recovery:
         except CheckpointDamaged:
             incomplete |= {each.owner for each in self._views}
         for each in self._views:
-            each.restored(dirty)
+            each.loaded(dirty)
             if each.owner in incomplete:
-                each.lose(f"the checkpoint of version {manifest.version} has lost rows of it")
+                each.give_up(f"the checkpoint of version {manifest.version} has lost rows of it")
         return sum(map(len, self._missing.values()))
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
-        """Make all tables of the model and its views, empty.
-
-        Returns:
-            The tables for which the checkpoint has rows, by its keys.
-        """
+        """Make all tables of the model and its views, empty. Return those in the checkpoint, by its keys."""
         self._missing = {}
         self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._views:
-            each.let_go()
+            each.discard()
         self._tables.begin()
         tables = {key_of(table): table for table in self._tables}
         for each in self._views:
@@ -297,7 +279,7 @@ class Recovery:
 class ViewRecovery(Protocol):
     """Restores a view, whose tables derive from a model's tables and the log. Used on the model's thread.
 
-    `Recovery` calls `restore`, then `restored` once the returned tables are loaded. It then calls `replay` for
+    `ModelRecovery` calls `restore`, then `loaded` once the returned tables are loaded. It then calls `replay` for
     their version and for each later one. If something is damaged, it starts over.
     """
 
@@ -305,24 +287,19 @@ class ViewRecovery(Protocol):
     def owner(self) -> str:
         """The owner in the keys of its tables in a checkpoint."""
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         """Discard the tables of an earlier `restore`, to make room for new ones."""
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the view's tables in a checkpoint.
+        """Begin with the view's tables in a checkpoint, and the `Source.checkpoint_state` there, if any.
 
-        Args:
-            state: the result of `Source.checkpoint_state`; None if no checkpoint has it.
-            entries: the view's tables in the checkpoint.
-
-        Returns:
-            The tables to load, in the order of `entries`; None for one that is no longer needed.
+        Returns the tables to load, in the order of `entries`; None for one that is no longer needed.
         """
 
-    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
+    def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
         """Continue once all rows of the tables are loaded; `dirty` has their `SourceTable.dirty`."""
 
-    def lose(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         """Give the view up, because rows of it are lost: its replicas get every row of a new one."""
 
     def replay(self, version: int) -> None:

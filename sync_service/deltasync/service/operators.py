@@ -258,7 +258,7 @@ class Brake:
     async def _prepare(self, consumer: Consumer) -> None:
         """Rebuild the feed of a consumer as of now, without the versions of the pause."""
         if model := self._models.get(consumer.model):
-            await self._views.begin(consumer, model)
+            await self._views.follow(consumer, model, resumes=True)
             model.releases.forget()
 
 

@@ -16,6 +16,7 @@ from deltasync.checkpoints.file_storage import DEADLINE_SECONDS
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.cuts.norm_guard import NormLimit
 from deltasync.log.brokers import BrokerOptions
+from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 
 _CHECKPOINT_BYTES = 256 << 20
 
@@ -59,6 +60,7 @@ class ServiceOptions:
         progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
             readiness limit.
         silence_seconds: end a stream on which either side sends nothing for this long.
+        releases: how releases of consumers with a policy are made.
     """
 
     data_dir: Path = setting(
@@ -223,6 +225,7 @@ class ServiceOptions:
     look_seconds: float = 1.0
     progress_seconds: float = 5.0
     silence_seconds: float = 15.0
+    releases: ReleaseOptions = RELEASE_OPTIONS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", listening_host(self.host))

@@ -82,7 +82,7 @@ class Recoveries:
         try:
             for pause in backoff():
                 try:
-                    model = model or await self._recovered(name, record)
+                    model = model or await self._load(name, record)
                     await self._add(model)
                 except RowsLost as error:
                     remedy = f"put its checkpoints right and restart; {RESTORE}; or {remedy_of_last_resort(name)}"
@@ -111,11 +111,11 @@ class Recoveries:
             if model and models.get(name) is not model and not (opened and opened.model is model):
                 await models.drop(model)
 
-    async def _recovered(self, name: str, record: Mapping[str, Any]) -> Model:
+    async def _load(self, name: str, record: Mapping[str, Any]) -> Model:
         model = self._models.storage.model(name)
         try:
-            derived = await self._views.derived(model, self._registry.of_model(name))
-            await model.recover(record, derived)
+            replays = await self._views.replays(model, self._registry.of_model(name))
+            await model.recover(record, replays)
         except BaseException:
             await self._models.drop(model)
             raise

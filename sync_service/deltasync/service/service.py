@@ -92,7 +92,7 @@ class Service:
                 self.logs, options.replica_retention_seconds, self.events, self.limits
             )
             undo.pop_all()
-        self.views = ViewRegistry(tasks, self.events)
+        self.views = ViewRegistry(tasks, self.events, options.releases)
         owners = Joining(Member("", "", "")) if storage.shared else Alone(Member("", "", ""))
         self.models = Models(storage, owners, self.registry, self.views, self.limits, self.volumes)
         for records in recorded:

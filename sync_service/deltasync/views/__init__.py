@@ -3,12 +3,10 @@
 The modules, in the order in which a release passes through them:
 
     registry       the views of a model's consumers, each with a loop that makes releases when they are due
-    pacing         when a release is due, and why
+    decision       when a release is due and which rows it takes, and why
     view           the rows that replicas receive, for streams, checkpoints and recovery
-    release_maker  making one release: read rows, write the log, publish
-    making         the part that runs on the model's thread: copy, compare and update rows
+    release_maker  making one release: compare, choose and update rows, write the log, publish
     table          one table of a view: the rows that replicas hold, and its dirty rows, sorted by id
-    picking        which dirty rows a release takes
     log            the state of a view, its records in the log, and the history of its releases
     replay         rebuilding a view after a restart
 
@@ -17,7 +15,7 @@ each release, but no values. A replay repeats each release at its version, and e
 
 Threads. Separate threads wait for the disk, so that cuts continue meanwhile.
 
-    the model's thread    rows, stamps and dirty sets of each `ViewTable`: `Making`, `Replay`, freezing
+    the model's thread    rows, stamps and dirty sets of each `ViewTable`: `ReleaseBuild`, `Replay`, freezing
     the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, one call at a time
     any thread            `ViewState`, which is replaced and never changed; `ViewLog`
 

@@ -1,19 +1,12 @@
 """The tables of a kept version, loaded for a release."""
 
-from collections.abc import Iterable, Mapping
-
-import numpy as np
-
 from deltasync.base.errors import InvalidInput
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import spec_of_record
-from deltasync.core.tables import Shard
 from deltasync.model.applied_tables import MODEL_OWNER, key_of
 from deltasync.model.model import Model
-from deltasync.views.table import ViewTable
 
 
 def load_kept(
@@ -23,13 +16,8 @@ def load_kept(
     *,
     replaying: bool = False,
 ) -> dict[TableKey, StampedTable]:
-    """Load the tables of a kept version, as large as the model's are now. Blocks; any thread may call it.
-
-    Args:
-        model: the model.
-        id: the id of the version's checkpoint.
-        policy: a policy that selects tables.
-        replaying: leave out tables that the model no longer has.
+    """Load the tables of a kept version that a policy selects, as large as the model's are now. Blocks; any thread
+    may call it. A replay leaves out tables that the model no longer has.
 
     Raises:
         InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
@@ -52,15 +40,3 @@ def load_kept(
         loaded[entry.key] = StampedTable(table.spec, model.memory, table.removed_before)
     model.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables], note_use=False)
     return loaded
-
-
-def delete_later_rows(kept: Mapping[TableKey, StampedTable], tables: Iterable[ViewTable], version: int) -> None:
-    """Delete, in a kept version's tables, the rows that replicas hold and that are newer than the version.
-
-    On the model's thread.
-    """
-    for table in tables:
-        source = kept[key_of(table.source)]
-        slots = np.flatnonzero((table.held.stamps > 0) & (source.stamps[: table.held.slots] == 0))
-        if len(slots):
-            source.apply(RowBatch.deletes(Shard.whole(source.spec), source.ids_of(slots)), version)

@@ -1,24 +1,20 @@
 """The state of a view, and its records in the log: heads of releases, and the row ids of each."""
 
-import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from deltasync.base.clock import Succession
-from deltasync.base.decision import Decision
 from deltasync.base.errors import StorageFailed
-from deltasync.core.position import NOWHERE, Position, can_continue
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal, release_checksum
 from deltasync.log.log_store import LAST_NUMBER, LogStore
 from deltasync.log.records import (
-    event_time_record,
     name_of,
     pack_ids,
     pack_json,
@@ -29,9 +25,6 @@ from deltasync.log.records import (
 from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals
 from deltasync.model.releases import Head
 from deltasync.views.table import ViewTable
-
-# Number of releases whose version and seal are kept. They are unknown for older releases.
-KEPT_HEADS = 10_000
 
 
 class ReleaseHistory:
@@ -45,21 +38,21 @@ class ReleaseHistory:
         succession: when each release became the newest.
     """
 
-    def __init__(self, history_id: str | None = None, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
-        """Start with known releases, oldest first. Without an id, start a new history."""
-        self.id = history_id or uuid.uuid4().hex
+    def __init__(self, history_id: str, most: int, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
+        """Start with known releases, oldest first. It keeps `most` of them."""
+        self.id = history_id
+        self._most = most
         self.first_version = first_version
         self.succession = Succession()
-        self._heads: deque[Head] = deque(heads, maxlen=KEPT_HEADS)
+        self._heads = {head.number: head for head in heads}
+        self._newest = next(reversed(self._heads.values()), None)
 
     def add(self, head: Head, at_ns: int) -> None:
         """Add the newest release, made at `at_ns` by `steady_ns`."""
-        self._heads.append(head)
+        self._heads[head.number] = self._newest = head
+        if len(self._heads) > self._most:
+            del self._heads[next(iter(self._heads))]
         self.succession.add(head.number, at_ns)
-
-    @property
-    def _newest(self) -> Head | None:
-        return self._heads[-1] if self._heads else None
 
     def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
         """Return the head of the next release, sealed; the release was made from the version with seal `of`."""
@@ -82,34 +75,8 @@ class ReleaseHistory:
         return head.seal if head else 0
 
     def head(self, number: int) -> Head | None:
-        """The head of a release, or None if unknown. The known heads have successive numbers."""
-        while newest := self._newest:
-            back = newest.number - number
-            head = self._heads[-1 - back] if 0 <= back < len(self._heads) else None
-            if head is None or head.number == number:
-                return head
-            if newest is self._newest:  # Otherwise another thread has added a head.
-                return None
-        return None
-
-    def continue_from(
-        self, held: Position, newest: int, of_model: Decision, acknowledged: Position = NOWHERE
-    ) -> tuple[Decision, Position]:
-        """Decide whether a replica can continue from its position. Return that position in this history too.
-
-        Args:
-            held: the position that the replica reports.
-            newest: the number of the newest release; 0 = there is none.
-            of_model: whether `held` is a version in the model's past. It counts only up to `first_version`,
-                because later numbers of the view are releases.
-            acknowledged: the replica's offset.
-        """
-        seal = self.seal_of(held.number)
-        if of_model.yes and held.number <= self.first_version:
-            decision = Decision(True, f"the replica holds version {held.number}, from before the policy")
-            return decision, Position(self.id, held.number, seal)
-        decision = can_continue(held, self.id, newest, seal, unit="release", acknowledged=acknowledged)
-        return decision, Position(self.id, held.number, held.seal) if decision.yes else Position(self.id)
+        """The head of a release, or None if unknown."""
+        return self._heads.get(number)
 
 
 def view_name(consumer: str) -> str:
@@ -127,61 +94,16 @@ def heads_stream(consumer: str) -> str:
     return f"heads/{consumer}"
 
 
-def head_record(head: Head) -> dict[str, Any]:
-    """The record of a release's head."""
-    record: dict[str, Any] = {
-        "number": head.number,
-        "version": head.version,
-        "step": head.step,
-        "step_end_unix_ns": head.step_end_unix_ns,
-        "seal": head.seal,
-    }
-    record |= {"kept_name": head.kept} if head.kept else {}
-    return record | event_time_record(head.event_time_unix_ns)
-
-
 def head_of_record(record: Mapping[str, Any]) -> Head:
     """The head in the record of a release."""
-    return Head(
-        number=record["number"],
-        version=record["version"],
-        step=record["step"],
-        step_end_unix_ns=record["step_end_unix_ns"],
-        event_time_unix_ns=record.get("event_time_unix_ns"),
-        seal=record["seal"],
-        rows=record["statistics"]["rows"],
-        bytes=record["statistics"]["bytes"],
-        kept=record.get("kept_name", ""),
-    )
-
-
-def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
-    """The record of a release's statistics."""
-    taken, backlog = statistics.taken, statistics.backlog
-    return {
-        "number": statistics.number,
-        "version": statistics.version,
-        "made_unix_ns": statistics.made_unix_ns,
-        "rows": taken.rows,
-        "bytes": taken.bytes,
-        "norm": taken.norm,
-        "reason": statistics.reason,
-        "left_rows": backlog.rows,
-        "left_bytes": backlog.bytes,
-        "left_norm": backlog.norm,
-    }
+    return Head(**{each.name: record[each.name] for each in fields(Head)})
 
 
 def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
-    """The statistics in a record."""
-    return ReleaseStatistics(
-        number=record["number"],
-        version=record["version"],
-        made_unix_ns=record["made_unix_ns"],
-        taken=RowTotals(record["rows"], record["bytes"], record["norm"]),
-        backlog=RowTotals(record["left_rows"], record["left_bytes"], record["left_norm"]),
-        reason=record["reason"],
-    )
+    """The statistics in the record of a release."""
+    statistics = record["statistics"]
+    taken, backlog = RowTotals(**statistics["taken"]), RowTotals(**statistics["backlog"])
+    return ReleaseStatistics(**{**statistics, "taken": taken, "backlog": backlog})
 
 
 def table_record(table: ViewTable) -> dict[str, Any]:
@@ -197,14 +119,6 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "born": table.born,
         "stamp": table.stamp,
     }
-
-
-@dataclass(frozen=True)
-class NewestRelease:
-    """The newest release of a view: its head for replicas, and its statistics."""
-
-    head: Head
-    statistics: ReleaseStatistics
 
 
 @dataclass(frozen=True)
@@ -224,16 +138,14 @@ class ViewState:
     backlog: Mapping[str, Backlog] = field(default_factory=dict)
 
     @cached_property
-    def newest(self) -> NewestRelease | None:
-        """The newest release; None if replicas can receive none yet."""
-        if not self.record:
-            return None
-        return NewestRelease(head_of_record(self.record), statistics_of_record(self.record["statistics"]))
-
-    @property
     def head(self) -> Head | None:
-        """The head of the newest release."""
-        return self.newest.head if self.newest else None
+        """The head of the newest release; None if replicas can receive none yet."""
+        return head_of_record(self.record) if self.record else None
+
+    @cached_property
+    def statistics(self) -> ReleaseStatistics | None:
+        """The statistics of the newest release; None if there is none."""
+        return statistics_of_record(self.record) if self.record else None
 
     @property
     def described(self) -> Sequence[Mapping[str, Any]]:
@@ -244,7 +156,7 @@ class ViewState:
     @property
     def backlog_rows(self) -> int:
         """Number of dirty rows left for later releases."""
-        return self.newest.statistics.backlog.rows if self.newest else 0
+        return self.statistics.backlog.rows if self.statistics else 0
 
     @property
     def oldest_dirty_version(self) -> int:
@@ -254,7 +166,7 @@ class ViewState:
     @property
     def kept(self) -> str:
         """The id of the kept version that the newest release brought replicas to; empty = the newest version."""
-        kept: str = self.record.get("kept", "")
+        kept: str = self.record.get("kept_id", "")
         return kept
 
     @property
@@ -270,11 +182,17 @@ class ViewState:
     def without_dirty(self, version: int) -> "ViewState":
         """The state after a comparison at `version` that found no dirty rows."""
         record = self.record
-        if newest := self.newest:
-            statistics = statistics_record(replace(newest.statistics, backlog=RowTotals()))
+        if self.statistics:
+            statistics = asdict(replace(self.statistics, backlog=RowTotals()))
             record = {**record, "compared": version, "statistics": statistics}
         backlog = {table.name: Backlog(RowTotals(), table.source.norm) for table in self.tables}
         return ViewState(self.tables, record, version, backlog)
+
+
+def state_record(history: str, state: ViewState) -> dict[str, Any]:
+    """The state of a view for checkpoints, without rows: the input of `Replay.restore`."""
+    tables = [table_record(table) | {"compared": table.compared} for table in state.tables]
+    return {"history": history, "compared": state.compared_version, "head": state.record, "tables": tables}
 
 
 # Number of ids in one record.
@@ -284,18 +202,17 @@ _UNWRITTEN_RECORDS = 16
 
 
 class ViewLog:
-    """The records of a view. Any thread may call it; every method except `note` blocks."""
+    """The records of a view. Any thread may call it; every method except `note` blocks.
+
+    Methods raise `StorageFailed` if a record is damaged or missing, or the log cannot be read or written.
+    """
 
     def __init__(self, log: LogStore, consumer: str) -> None:
         self._log = log
         self._name, self._heads, self._ids = view_name(consumer), heads_stream(consumer), releases_stream(consumer)
 
     def view(self) -> Mapping[str, Any] | None:
-        """The record of the view; None if there is none.
-
-        Raises:
-            StorageFailed: it is damaged.
-        """
+        """The record of the view; None if there is none."""
         if (record := self._log.items(self._name).get("")) is None:
             return None
         with reading(f"record {self._name}"):
@@ -303,15 +220,9 @@ class ViewLog:
             return {name: content[name] for name in ("history", "model_history")}
 
     def write(self, head: Mapping[str, Any], ids: Sequence[Ids], view: Mapping[str, Any] | None) -> None:
-        """Write a release. After an error, repeat the call with the same arguments.
+        """Write the head of a release and its row ids by slot; with its first release, the record of the view.
 
-        Args:
-            head: the record of its head.
-            ids: the rows that it took, by slot.
-            view: the record of the view, for its first release only.
-
-        Raises:
-            StorageFailed: the log refused a record, so the release does not exist.
+        If the log refuses a record, the release does not exist. Then repeat the call with the same arguments.
         """
         number, written = head["number"], list[Future[None]]()
         if view:
@@ -329,21 +240,13 @@ class ViewLog:
         self._log.append(self._heads, head["number"], 0, 0, pack_json(head), patient=True)
 
     def heads(self, first: int = 0, last: int = LAST_NUMBER) -> Iterator[dict[str, Any]]:
-        """The records of heads with numbers from `first` to `last`, oldest first.
-
-        Raises:
-            StorageFailed: one is damaged.
-        """
+        """The records of heads with numbers from `first` to `last`, oldest first."""
         for each in self._log.read(self._heads, first, last):
             with reading(name_of(self._heads, each.number)):
                 yield unpack_json(each.payload)
 
     def heads_before(self, newest: Mapping[str, Any]) -> list[Head]:
-        """The heads before the newest one, oldest first, as far back as their seals form a chain.
-
-        Raises:
-            StorageFailed: one is damaged.
-        """
+        """The heads before the newest one, oldest first, as far back as their seals form a chain."""
         heads, seal = deque[Head](), newest["after"]
         for record in reversed(list(self.heads(last=newest["number"] - 1))):
             if not seal or record["seal"] != seal:
@@ -353,12 +256,8 @@ class ViewLog:
         return list(heads)
 
     def ids(self, head: Mapping[str, Any]) -> list[Ids]:
-        """The rows ([n], ascending, by slot) that a release took.
-
-        Raises:
-            StorageFailed: some are damaged, or missing.
-        """
-        number, rows = head["number"], head["rows"]
+        """The rows ([n], ascending, by slot) that a release took."""
+        number, rows = head["number"], head["rows_taken"]
         pieces: list[list[Ids]] = [[] for _ in rows]
         missing = list(rows)
         for each in self._log.read(self._ids, number, number) if any(rows) else ():
@@ -371,21 +270,13 @@ class ViewLog:
             raise StorageFailed(f"the log lacks rows of release {number}")
         return [np.concatenate([np.zeros(0, np.int64), *some]) for some in pieces]
 
-    def truncate(self, number: int, newest: int) -> None:
-        """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
-        self._log.truncate(self._ids, number).result()
-        self._log.truncate(self._heads, max(0, min(number, newest - KEPT_HEADS))).result()
+    def truncate(self, ids: int, heads: int) -> None:
+        """Drop row ids up to release `ids`, which checkpoints contain, and heads up to `heads` of these."""
+        self._log.truncate(self._ids, ids).result()
+        self._log.truncate(self._heads, max(0, min(ids, heads))).result()
 
     def discard(self) -> None:
-        """Remove all records.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
+        """Remove all records."""
         self._log.put(self._name, None).result()
         self._log.truncate(self._heads, LAST_NUMBER).result()
         self._log.truncate(self._ids, LAST_NUMBER).result()

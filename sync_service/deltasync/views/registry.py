@@ -1,161 +1,21 @@
 """The views of all consumers with a policy, and the tasks that make their releases when due."""
 
 import asyncio
-import logging
-import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
-from deltasync.base.clock import Moment, steady_ns
-from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.events import EventKind, Events, error_text
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import EventKind, Events
 from deltasync.base.threads import in_own_thread
-from deltasync.base.waiting import backoff, first_of
 from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.follow import Follow
-from deltasync.core.policy import Policy
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
 from deltasync.model.recovery import ViewRecovery
+from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 from deltasync.views.log import ViewLog
-from deltasync.views.pacing import PACE_VERSIONS, Situation, due
-from deltasync.views.view import View
-
-logger = logging.getLogger(__name__)
-
-# Pause before the next attempt to make all tables of a view.
-_PREPARE_AGAIN_SECONDS = 10.0
-
-
-class ReleaseLoop:
-    """Makes the releases of one consumer, in the event loop, until it is stopped."""
-
-    def __init__(self, consumer: Consumer, view: View, events: Events) -> None:
-        self._consumer = consumer
-        self._view = view
-        self._events = events
-        self._pauses = backoff()
-        self._stopping, self._began_ns = asyncio.Event(), steady_ns()
-        self._prepare_at = 0.0
-        self._refused: Policy | None = None  # A policy whose tables could not be made.
-
-    def stop(self) -> None:
-        """End `run` after its present step."""
-        self._stopping.set()
-
-    async def run(self) -> None:
-        """Make releases. Report errors and retry, without affecting other consumers."""
-        while not self._stopping.is_set():
-            try:
-                seconds = await self._advance()
-            except Exception as error:  # noqa: BLE001  # it must not end the service
-                text = "its releases cannot be made; the service retries"
-                self._view.failure = f"{text}: {error_text(error)}"
-                self._emit(EventKind.FAILED, text, error)
-                # New versions do not shorten this pause: an error at every cut would fill the service's log.
-                await first_of(self._stopping.wait(), seconds=next(self._pauses))
-                continue
-            else:
-                self._pauses, self._view.failure = backoff(), ""
-            if seconds != 0:
-                await self._wait(seconds)
-
-    async def _advance(self) -> float | None:
-        """Make a release if one is due. Return the seconds until the next check; None = wait for a change."""
-        self._view.let_go_removed()
-        if not self._goes_on() or not self._connected():
-            return None
-        before = self._view.position
-        if follows := self._view.follows:
-            policy = self._consumer.policy
-            if not self._view.arrived(policy):
-                await self._view.go_to(follows, policy, lambda: self._goes_on_to(follows))
-                self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
-            # What changed meanwhile has already woken the signals for which the caller would wait.
-            return 0 if self._consumer.policy is not policy or self._view.follows is not follows else None
-        await self._prepare()
-        decision = due(self._consumer.policy, self._situation(), steady_ns())
-        if decision.seconds == 0:
-            logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            # The consumer may be paused before the newest version is read, and no replica may get its rows then.
-            await self._view.make_release(self._consumer.policy, self._overdue_version(), self._goes_on)
-        if self._view.position != before:
-            self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
-        if self._view.trouble:
-            return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
-        return decision.seconds
-
-    async def _prepare(self) -> None:
-        """Make the tables of the policy. If that fails, keep the old ones for now."""
-        if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
-            return
-        try:
-            await self._view.prepare(self._consumer.policy, self._overdue_version(), self._goes_on)
-        except (InvalidInput, StorageFailed) as error:
-            if not self._view.trouble:  # The log refused a release.
-                raise
-            self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
-            self._emit(EventKind.FAILED, "its policy is not in force", error)
-
-    def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
-        self._events.emit(kind, text, error, consumer=self._consumer.name, **subject)
-
-    def _goes_on(self) -> bool:
-        """Whether the consumer is not paused. Safe to call from any thread."""
-        return self._consumer.pause is None
-
-    def _goes_on_to(self, follows: Follow) -> bool:
-        return self._goes_on() and self._view.follows is follows and not self._stopping.is_set()
-
-    def _connected(self) -> bool:
-        return any(replica.stream for replica in self._consumer.replicas.values())
-
-    def _situation(self) -> Situation:
-        state, seals, position = self._view.state, self._view.model.seals, self._view.position
-        oldest, recent = state.oldest_dirty_version, islice(reversed(seals), PACE_VERSIONS)
-        replicas, released = self._consumer.replicas.values(), self._view.released
-        return Situation(
-            newest_version=self._view.model.position.number,
-            # After a kept version, a release is due even if no row differs: replicas still have its name.
-            compared_version=0 if state.kept else state.compared_version,
-            backlog_rows=state.backlog_rows,
-            oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
-            released_ns=_steady_ns(released) if released else None,
-            sealed_ns=[self._sealed_ns(seal.version) for seal in recent][::-1],
-            ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
-        )
-
-    def _overdue_version(self) -> int:
-        """The newest version older than the policy's maximum age."""
-        age = self._consumer.policy.max_age_seconds
-        if age is None:
-            return 0
-        limit = steady_ns() - int(age * 1e9)
-        seals = self._view.model.seals
-        older = bisect_right(seals, limit, key=lambda seal: self._sealed_ns(seal.version))
-        return seals[older - 1].version if older else 0
-
-    def _sealed_ns(self, version: int) -> int:
-        """When a version was sealed, by `steady_ns`.
-
-        If the time is known only by the wall clock, the version counts as sealed before this loop began.
-        """
-        moment = self._view.model.seals.sealed_at(version)
-        return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
-
-    async def _wait(self, seconds: float | None) -> None:
-        events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
-        await first_of(*events, seconds=seconds)
-
-
-def _steady_ns(moment: Moment) -> int:
-    """A time by `steady_ns`, converted from the wall clock if only that is known."""
-    now = Moment.now()
-    return steady_ns() - now.after_ns(moment)
+from deltasync.views.view import ReleaseLoop, View
 
 
 @dataclass(frozen=True)
@@ -170,9 +30,12 @@ class _Entry:
 class ViewRegistry:
     """Makes and removes views, in the event loop, one call at a time."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, events: Events) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, events: Events, options: ReleaseOptions = RELEASE_OPTIONS
+    ) -> None:
         self._tasks = tasks
         self._events = events
+        self._options = options
         self._entries: dict[str, _Entry] = {}
         self._recovering: dict[str, View] = {}
 
@@ -185,12 +48,8 @@ class ViewRegistry:
         """The views of a model, for its checkpoints. Safe to call from any thread."""
         return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
 
-    async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
-        """Read the views of a model's consumers from the log, to recover them with the model, then call `follow`.
-
-        Raises:
-            StorageFailed: the log cannot be read at present.
-        """
+    async def replays(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
+        """Read the views of consumers from the log, to recover them with their model; then call `follow`."""
         views = list[View]()
         for consumer in consumers:
             try:
@@ -198,47 +57,34 @@ class ViewRegistry:
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
-                self._tell_lost(consumer, str(error))
+                self._report_lost(consumer, str(error))
                 await in_own_thread(ViewLog(model.log, consumer.name).discard)
                 continue
             if record is not None:
-                views.append(View(consumer.name, model, record))
+                views.append(View(consumer.name, model, record, self._options))
         self._recovering |= {view.owner: view for view in views}
         return [view.replay for view in views if view.replay]
 
-    async def follow(self, consumer: Consumer, model: Model) -> None:
-        """Add the view that a consumer needs: its recovered one, or a new one.
-
-        A paused consumer without a view gets none until `begin`.
-
-        Raises:
-            StorageFailed: the log could not be read or written.
+    async def follow(self, consumer: Consumer, model: Model, *, resumes: bool = False) -> None:
+        """Add the view that a consumer needs: its recovered one, or a new one. A paused one gets no new one until
+        it resumes.
         """
         if (entry := self._entries.get(consumer.name)) and entry.view.model is model:
             return
         view = self._recovering.get(consumer.name)
         if view and view.model is model:
-            if lost := await view.recovered():
-                self._tell_lost(consumer, lost)
+            if lost := await view.recover():
+                self._report_lost(consumer, lost)
                 await self._add(consumer, await self._new(consumer, model))
             else:
                 await self._add(consumer, view)
-        elif consumer.follows or not (consumer.pause or consumer.policy.sends_everything):
+        elif consumer.follows or ((resumes or not consumer.pause) and not consumer.policy.sends_everything):
             await self._add(consumer, await self._new(consumer, model))
         self._recovering.pop(consumer.name, None)
 
-    async def begin(self, consumer: Consumer, model: Model) -> None:
-        """Make the view of a consumer that got its first policy while it was paused.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
-        if consumer.name not in self._entries and not consumer.policy.sends_everything:
-            await self._add(consumer, await self._new(consumer, model))
-
     async def _new(self, consumer: Consumer, model: Model) -> View:
         await in_own_thread(ViewLog(model.log, consumer.name).discard)  # Remove records of an earlier view.
-        return View(consumer.name, model)
+        return View(consumer.name, model, options=self._options)
 
     async def _add(self, consumer: Consumer, view: View) -> None:
         view.follow(consumer.follows)
@@ -246,7 +92,7 @@ class ViewRegistry:
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
         view.model.signal.wake()  # This ends streams that read the model's own tables.
 
-    def _tell_lost(self, consumer: Consumer, why: str) -> None:
+    def _report_lost(self, consumer: Consumer, why: str) -> None:
         text = "its view cannot be rebuilt; its replicas get every row, and no restore is necessary"
         reason = why.removesuffix(f": {RESTORE}")
         self._events.emit(EventKind.FAILED, f"{text}: {reason}", consumer=consumer.name)

@@ -1,65 +1,114 @@
 """Make the releases of a view, one after the other.
 
-A release is made on the model's thread. It first copies and compares rows in blocks, between which cuts are
-applied. In a single call it then compares the rest and chooses its rows at that version. It updates them piece by
-piece; if a cut is about to change a row, that row is updated just before. Then its head and row ids go to the log.
-Replicas and checkpoints do not see the release until these are on disk. If the log refuses them, the release is
-written again before anything else happens. After a crash in between, the release does not exist, and no replica
-has it.
+A release is built on the model's thread, in turns between which cuts are applied. It copies and compares rows in
+blocks, chooses rows at one version, and updates them; a row that a cut is about to change is updated just before.
+Then its head and row ids go to the log. Replicas and checkpoints do not see the release until these are on disk.
+If the log refuses them, the release is written again before anything else happens. After a crash in between, the
+release does not exist, and no replica has it.
+
+The log needs only the row ids, because a replay builds each release again with the same code at the same version.
 """
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
 
 from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.errors import StorageFailed
+from deltasync.base.progress import Progress
 from deltasync.base.threads import in_own_thread
-from deltasync.base.words import counted
 from deltasync.checkpoints.kept_version import KeptVersion
+from deltasync.checkpoints.manifest import TableKey
 from deltasync.core.policy import Policy
-from deltasync.core.rows import Ids
+from deltasync.core.precopy import PreCopy
+from deltasync.core.rows import DamagedRows, Ids, Mask, RowBatch, members
 from deltasync.core.seal import Seal
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import TableForm
+from deltasync.core.tables import Shard, TableKind
+from deltasync.kernels.dirty_rows import split_amounts
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
-from deltasync.model.feed import ReleaseStatistics, total
+from deltasync.model.applied_tables import key_of
+from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals, total
 from deltasync.model.model import Model
 from deltasync.model.releases import Head
+from deltasync.views.decision import DirtyRows, ReleaseOptions, pick
 from deltasync.views.log import (
     ReleaseHistory,
     ViewLog,
     ViewState,
     head_of_record,
-    head_record,
-    statistics_record,
+    state_record,
     table_record,
 )
-from deltasync.views.making import Making, ReleasePlan
-from deltasync.views.picking import Pick, pick
-from deltasync.views.replay import state_record
+from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 logger = logging.getLogger(__name__)
 
 
-class Wish(NamedTuple):
-    """How to make the next release.
+@dataclass(frozen=True)
+class ReleasePlan:
+    """What a release is to do, and with which tables.
 
     Attributes:
+        tables: the tables of the view after it, by slot.
+        new: those that it creates.
+        growth: functions that enlarge others, for the model's thread.
         policy: the consumer's policy.
         overdue_version: rows dirty since this version or longer are overdue.
-        goes_on: checks, on any thread, whether to make the release after all; None = always.
+        goes_on: checks on the model's thread whether to make it after all; None = always.
         kept: the kept version that replicas are to hold exactly; None = the model's newest version.
+        kept_tables: its tables.
     """
 
-    policy: Policy
-    overdue_version: int
-    goes_on: Callable[[], bool] | None
+    tables: tuple[ViewTable, ...]
+    new: tuple[ViewTable, ...] = ()
+    growth: tuple[Callable[[], None], ...] = ()
+    policy: Policy = field(default_factory=Policy)
+    overdue_version: int = 0
+    goes_on: Callable[[], bool] | None = None
     kept: KeptVersion | None = None
+    kept_tables: Mapping[TableKey, StampedTable] = field(default_factory=dict)
+
+    def return_to(self, tables: Iterable[StampedTable]) -> None:
+        """Read from the model's tables again after a release from a kept version, whether it was made or not."""
+        live = {key_of(table): table for table in tables}
+        for table in self.tables:
+            if source := live.get(key_of(table.source)):
+                table.source = source
+            else:
+                table.source.removed = True  # The model has removed it meanwhile.
+
+
+class Stage(Enum):
+    """How far a release is that is not on disk yet."""
+
+    UPDATING = "rows are being updated"
+    WRITING = "on its way to the log"
+    REFUSED = "refused by the log"
+
+
+@dataclass
+class PendingRelease:
+    """A release that is not on disk yet.
+
+    Attributes:
+        state: the state of the view with it.
+        ids: the rows that it took ([n], ascending), by slot.
+        stage: set by the model's thread, and by the event loop once its turns are over.
+    """
+
+    state: ViewState
+    ids: Sequence[Ids]
+    stage: Stage = Stage.UPDATING
 
 
 class ReleaseMaker:
@@ -68,24 +117,32 @@ class ReleaseMaker:
     Attributes:
         state: the state of the view. Any thread may read it; it is replaced, never changed.
         history: the earlier releases.
+        pending: the release that is not on disk yet, if there is one.
     """
 
-    def __init__(self, consumer: str, model: Model, log: ViewLog, history: str) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        model: Model,
+        log: ViewLog,
+        history: str,
+        changed: Callable[[], None],
+        options: ReleaseOptions,
+    ) -> None:
+        """`changed` is called after each attempt to make a release."""
         self.state = ViewState()
-        self.history = ReleaseHistory(history)
+        self.history = ReleaseHistory(history, options.known_releases)
+        self.pending: PendingRelease | None = None
         self._consumer = consumer
         self._model = model
         self._log = log
-        # A release that is not on disk yet: the view's state with it, and its row ids by slot. The model's thread
-        # sets it; the event loop sets it to None once the release is on disk.
-        self._made: tuple[ViewState, Sequence[Ids]] | None = None
-        self._taking: tuple[ViewState, Sequence[Ids]] | None = None  # The same while rows are being updated.
-        self._refused = False
+        self._changed = changed
+        self._options = options
 
-    async def go_on_from(self, state: ViewState) -> None:
+    async def resume(self, state: ViewState) -> None:
         """Continue from the end of a replay."""
         self.state = state
-        if state.newest:
+        if state.head:
             try:
                 heads = await in_own_thread(self._log.heads_before, state.record)
             except (LogUnavailable, VolumeFailed):
@@ -93,195 +150,321 @@ class ReleaseMaker:
             except StorageFailed as error:  # This only affects replicas that were away, which get more rows.
                 logger.warning("consumer %s: cannot read releases before the newest: %s", self._consumer, error)
                 heads = []
-            self.history = ReleaseHistory(self.history.id, state.record["first_version"], heads)
-            self.history.add(state.newest.head, -FOREVER_NS)
+            first, most = state.record["first_version"], self._options.known_releases
+            self.history = ReleaseHistory(self.history.id, most, first, heads)
+            self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
-    async def plan(self, tables: Sequence[tuple[StampedTable, TableForm]]) -> ReleasePlan:
-        """Allocate the tables of the next release.
+    async def plan(self, forms: Iterable[tuple[StampedTable, TableForm]]) -> ReleasePlan:
+        """Plan a release of tables of the model, each in its form.
 
-        Args:
-            tables: tables of the model, and the form in which replicas get each.
-
-        Raises:
-            StorageFailed: there is no room.
+        It keeps the tables that have their form, enlarges those that only lack rows, and allocates the others.
         """
-        return await asyncio.to_thread(ReleasePlan.of, self.state.tables, tables, self._model.memory)
 
-    async def make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
-        """Make the next release, if there is anything to release.
+        def allocate() -> ReleasePlan:
+            tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
+            for source, form in forms:
+                key = key_of(source)
+                same = (each for each in self.state.tables if key_of(each.source) == key and each.becomes(form))
+                if table := next(same, None):
+                    growth += [table.grown(form)] if table.form != form else []
+                else:
+                    table = ViewTable(source, form, self._model.memory)
+                    new.append(table)
+                tables.append(table)
+            return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
 
-        Args:
-            wish: how to make it; None = only finish a release that the log refused.
-            plan: the tables of the view after it; None = its present tables.
+        return await asyncio.to_thread(allocate)
 
-        Raises:
-            StorageFailed: the log refused the release.
-            DamagedRows: rows of the model do not match their digests.
-        """
-        await self._finish()
-        if wish is None or (plan is None and self.state.head is None):
-            return
-        plan = plan or ReleasePlan(self.state.tables)
-        making, done = await self._model.on_thread(self._begin, plan, wish, self._resyncs)
+    async def make(self, plan: ReleasePlan) -> None:
+        """Make the next release, if there is anything to release. Call `finish` before planning it."""
         try:
-            while making and not done:
-                done = await self._model.on_thread(self._go_on, making, wish, self._resyncs)
+            turns = self._turns(plan)
+            next(turns)
+            while await self._model.on_thread(_turn, turns, self._at_once):
+                pass
+            await self._write()
         finally:
-            if making and wish.kept and not self._taking:
-                await self._model.on_thread(making.let_go_kept, list(self._model.tables))
-        await self._finish()
+            self._changed()
 
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
+        """Write the release that the log refused again, if there is one."""
+        if self.pending:
+            try:
+                await self._write()
+            finally:
+                self._changed()
+
+    async def _write(self) -> None:
         """Write the pending release to the log, if there is one, and publish it."""
-        if self._taking:
+        if (pending := self.pending) is None:
+            return
+        if pending.stage is Stage.UPDATING:
             self._model.tables.check_sound()
             raise RuntimeError(f"tables of consumer {self._consumer!r} are between two releases")
-        if self._made is None:
-            return
-        (state, ids), self._refused = self._made, False
+        pending.stage = Stage.WRITING
         view = {"history": self.history.id, "model_history": self._model.history}
-        record = dict(state.record)
-        if state.described == self.state.described:
+        record = dict(pending.state.record)
+        if pending.state.described == self.state.described:
             del record["tables"]
         try:
-            await in_own_thread(self._log.write, record, ids, None if self.state.head else view)
-        except StorageFailed:
-            self._refused = True
+            await in_own_thread(self._log.write, record, pending.ids, None if self.state.head else view)
+        except Exception:
+            pending.stage = Stage.REFUSED
             raise
         self.history.first_version = record["first_version"]
         self.history.add(head_of_record(record), steady_ns())
-        self.state = state
-        self._made = None
+        self.state, self.pending = pending.state, None
 
     @property
-    def _resyncs(self) -> bool:
+    def _at_once(self) -> bool:
         """Whether a new run has begun. Its rows do not fit those of the last run, so they must all go together."""
         return any(seal.at_once for seal in self._model.seals.after(self.state.compared_version))
 
-    # The methods below run on the model's thread.
+    # On the model's thread.
 
-    def _begin(self, plan: ReleasePlan, wish: Wish, resyncs: bool) -> tuple[Making | None, bool]:
-        """Begin a release if anything was published. Also return whether it has ended; see `_go_on`."""
-        seal, head = self._model.tables.seal, self.state.head
-        if seal is None:
-            return None, True
-        stamp = head.number + 1 if head else seal.version + 1
-        if head is None and all(table.form == TableForm.unchanged(table.form.spec) for table in plan.new):
+    def _turns(self, plan: ReleasePlan) -> Generator[None, bool, None]:
+        """Build a release in turns, each of which is sent `_at_once`. It ends early if there is nothing to do."""
+        at_once = yield
+        before, tables = self.state, self._model.tables
+        if not (seal := tables.seal):
+            return
+        stamp = before.head.number + 1 if before.head else seal.version + 1
+        if not before.head and all(table.form == TableForm.unchanged(table.form.spec) for table in plan.new):
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
-        live = {table: table.source for table in plan.tables if table not in plan.new}
         try:
-            making = Making(self.state, plan, stamp, self._consumer, wish.kept.version if wish.kept else 0)
-        except BaseException:
-            for table, source in live.items():
-                table.source = source
-            raise
-        # A release from a kept version must first be known to the caller, which lets go of its tables.
-        return making, not wish.kept and self._go_on(making, wish, resyncs)
+            build = ReleaseBuild(before, plan, stamp, self._consumer, self._options)
+            while (seal := tables.seal) and (plan.goes_on is None or plan.goes_on()):
+                if build.compare_some():
+                    break
+                at_once = yield
+            else:
+                return
+            # The newest cut may be applied before the event loop sees its seal.
+            at_once = at_once or (seal.at_once and seal.version > before.compared_version)
+            if self._take(build, plan, plan.kept.seal if plan.kept else seal, at_once=at_once):
+                while not build.update_some():
+                    yield
+                if self.pending:
+                    self.pending.stage = Stage.WRITING
+        finally:
+            if plan.kept:
+                plan.return_to(tables)
 
-    def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
-        """Continue a release. Return whether it has ended, made or cancelled."""
-        if self._taking:
-            return self._go_on_updating(making)
-        seal = self._model.tables.seal
-        if seal is None or (wish.goes_on and not wish.goes_on()):
-            return True
-        if not making.go_on():
-            return False
-        policy = wish.policy
-        if wish.kept:
-            seal, resyncs = wish.kept.seal, True
-        # The newest cut may be applied before the event loop sees its seal.
-        if resyncs or (seal.at_once and seal.version > self.state.compared_version):
-            policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
-        newest = self.state.newest
-        rest_after = newest.statistics.taken.rows if newest and seal.version == self.state.compared_version else 0
-        making.compare_rest(seal.version)
-        dirty = making.dirty(wish.overdue_version)
-        picked = pick(dirty, policy, rest_after)
-        described = [table_record(table) for table in making.tables]
-        kept = dict[str, Any]()
-        if wish.kept:
-            kept = {"kept": wish.kept.id, "kept_name": wish.kept.name, "policy": wish.policy.as_dict()}
+    def _take(self, build: "ReleaseBuild", plan: ReleasePlan, seal: Seal, *, at_once: bool) -> bool:
+        """Choose rows at the version of a seal and begin to update them. Return whether there is a release."""
+        before, last, made_unix_ns = self.state, self.state.statistics, time.time_ns()
+        build.compare_rest(seal.version)
+        picked = pick(
+            build.dirty(plan.overdue_version),
+            plan.policy,
+            last.taken.rows if last and seal.version == before.compared_version else 0,
+            kept=seal.version if plan.kept else 0,
+            at_once=at_once,
+            new_tables=[table.sent.counts.changed for table in plan.new],
+        )
+        kept = {"kept_id": plan.kept.id, "policy": plan.policy.as_dict()} if plan.kept else {}
         # Replicas wait until the view has the kept version in the policy's form, even if no row differs.
-        unchanged = self.state.head and described == self.state.described
-        unchanged = unchanged and all(self.state.record.get(each) == kept.get(each) for each in ("kept", "policy"))
-        if unchanged and not any(mask.any() for mask in picked.taken):
-            self.state = self.state.without_dirty(seal.version)
+        same = before.head and before.described == [table_record(table) for table in plan.tables]
+        same = same and all(before.record.get(each) == kept.get(each) for each in ("kept_id", "policy"))
+        if same and not any(mask.any() for mask in picked.taken):
+            self.state = before.without_dirty(seal.version)
             self._log.note(self.state.record)
-            return True
-        self._take(making, picked, seal, kept)
-        return self._go_on_updating(making)
-
-    def _take(self, making: Making, picked: Pick, seal: Seal, kept: Mapping[str, Any]) -> None:
-        """Start updating the rows of a release at the compared version; `kept` has its kept version's fields."""
-        before, made_unix_ns = self.state, time.time_ns()
-        number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
+            return False
+        number, first_version = max(build.stamp, seal.version), (build.stamp or seal.version + 1) - 1
         if before.head:
             number, first_version = before.head.number + 1, before.record["first_version"]
-        head = replace(Head.of(seal, number), kept=kept.get("kept_name", ""))
-        head = self.history.sealed(head, seal, made_unix_ns)
-        for table in making.new:
+        for table in plan.new:
             table.born, removed = number, table.source.removed_before
             # Replicas may hold rows of an earlier table of that name, which this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
-        ids, taken, backlog = making.begin_update(picked.taken, number)
-        statistics = ReleaseStatistics(
-            number=number,
-            version=seal.version,
-            made_unix_ns=made_unix_ns,
-            taken=taken,
-            backlog=total(each.amount for each in backlog.values()),
-            reason=f"brings replicas to kept version {seal.version}" if kept else _reason(making, picked),
-        )
+        ids, taken, backlog = build.begin_update(picked.taken, number)
+        head = replace(Head.of(seal, number), rows=taken.rows, bytes=taken.bytes)
+        head = replace(head, kept=plan.kept.name if plan.kept else "")
+        left = total(each.amount for each in backlog.values())
+        statistics = ReleaseStatistics(number, seal.version, made_unix_ns, taken, left, picked.reason)
         record = {
-            **head_record(head),
+            **asdict(self.history.sealed(head, seal, made_unix_ns)),
             "after": before.head.seal if before.head else 0,
             "from": before.compared_version,
             "compared": 0,
-            "statistics": statistics_record(statistics),
-            "rows": [len(some) for some in ids],
-            "tables": [table_record(table) for table in making.tables],
+            "statistics": asdict(statistics),
+            "rows_taken": [len(some) for some in ids],
+            "tables": [table_record(table) for table in plan.tables],
             "first_version": first_version,
             **kept,
         }
-        self._taking = ViewState(making.tables, record, seal.version, backlog), ids
-
-    def _go_on_updating(self, making: Making) -> bool:
-        """Update more rows of a release. Return whether it is made."""
-        if not making.go_on_updating():
-            return False
-        self._made = self._taking
-        self._taking = None
-        self._refused = False
+        self.pending = PendingRelease(ViewState(plan.tables, record, seal.version, backlog), ids)
         return True
 
     @property
-    def shown(self) -> ViewState | None:
+    def visible(self) -> ViewState | None:
         """The state for replicas; None while a release is not on disk yet."""
-        return None if self._taking or self._made else self.state
+        return None if self.pending else self.state
 
     @property
-    def made(self) -> ViewState:
+    def latest(self) -> ViewState:
         """The state of the tables, even if the log does not have the release yet."""
-        made = self._made  # Read once, because the event loop may set it to None.
-        return made[0] if made else self.state
+        pending = self.pending  # Read once, because the event loop may set it to None.
+        return pending.state if pending and pending.stage is not Stage.UPDATING else self.state
 
-    def saved(self) -> dict[str, Any] | None:
+    def checkpoint_state(self) -> dict[str, Any] | None:
         """The state for a checkpoint, without tables; None while a release is being written.
 
         A release that the log refused is included: the log may need a checkpoint before it has room again.
         """
-        if self._taking or (self._made and not self._refused):
+        pending = self.pending
+        if pending and pending.stage is not Stage.REFUSED:
             return None
-        return state_record(self.history.id, self.made)
+        return state_record(self.history.id, self.latest)
 
 
-def _reason(making: Making, picked: Pick) -> str:
-    """Explain why a release takes these rows."""
-    if not making.new:
-        return picked.reason
-    rows = counted(sum(table.sent.counts.changed for table in making.new), "row")
-    tables = counted(len(making.new), "table")
-    whole = f"took all {rows} of {tables} that the replicas did not have in this form"
-    return f"{whole}; and {picked.reason}" if any(len(mask) for mask in picked.taken) else whole
+def _turn(turns: Generator[None, bool, None], at_once: bool) -> bool:
+    """Run one turn on the model's thread. Return whether there are more."""
+    try:
+        turns.send(at_once)
+    except StopIteration:
+        return False
+    return True
+
+
+class ReleaseBuild:
+    """An unfinished release, of a maker or of a replay. Used on the model's thread, by one call at a time.
+
+    Attributes:
+        stamp: the stamp of the rows in new tables; 0 = the stamps in the model's tables.
+    """
+
+    def __init__(
+        self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, options: ReleaseOptions
+    ) -> None:
+        """Start with the tables of a plan, enlarging some."""
+        for grow in plan.growth:
+            grow()
+        self.stamp = stamp
+        self._before, self._tables, self._options = before, plan.tables, options
+        self._new = plan.new
+        present = [table for table in plan.tables if table not in plan.new]
+        if plan.kept_tables:
+            for table in present:  # All rows are compared.
+                table.source = source = plan.kept_tables[key_of(table.source)]
+                table.note_clean(0)
+                later = np.flatnonzero((table.held.stamps > 0) & (source.stamps[: table.held.slots] == 0))
+                if len(later):  # Replicas hold rows that the version never had.
+                    deletes = RowBatch.deletes(Shard.whole(source.spec), source.ids_of(later))
+                    source.apply(deletes, max(1, source.counts.newest))
+        for table in plan.new:
+            table.stamp = stamp
+        self._comparisons = {table: ReplicaComparison(table, before.compared_version + 1) for table in present}
+        after = [table.compared if table in self._comparisons else 0 for table in plan.tables]
+        self._block_bytes = options.copied_bytes if plan.new else options.compared_bytes
+        self._copy = PreCopy([table.source for table in plan.tables], after, self._block_bytes)
+        self._copied = False
+        self._updates = list[RowUpdate]()
+        what = f"consumer {consumer!r}: reading rows of the model"
+        self._progress = Progress(what, self._copy.left_bytes, "bytes")
+
+    def compare_some(self) -> bool:
+        """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""
+        end, blocks = time.perf_counter() + self._options.turn_seconds, 0
+        while not self._copied:
+            block = self._copy.next_block(self._block_bytes)
+            if block is None:
+                self._copied = True
+                return not blocks  # If this call did work, the rest gets a call of its own.
+            slot, ids = block
+            self._compare(slot, ids)
+            self._progress.add(len(ids) * self._tables[slot].source.spec.row_bytes)
+            blocks += 1
+            if time.perf_counter() >= end:
+                return False
+        return True
+
+    def compare_rest(self, version: int) -> None:
+        """Copy or compare all remaining rows, with the model's tables at `version`."""
+        for slot, ids in self._copy.rest():
+            self._compare(slot, ids)
+        for comparison in self._comparisons.values():
+            comparison.finish(version)
+        for table in self._new:
+            table.note_clean(version)
+
+    def _compare(self, slot: int, ids: Ids) -> None:
+        table = self._tables[slot]
+        if comparison := self._comparisons.get(table):
+            comparison.add(ids)
+        else:
+            table.copy(ids)
+
+    def dirty(self, overdue_version: int) -> list[DirtyRows]:
+        """The dirty rows by slot, none of new tables; overdue if dirty since `overdue_version` or longer."""
+        result = []
+        for table in self._tables:
+            dirty, ranked = table.dirty, table.source.spec.kind.ranked
+            forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
+            overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
+            result.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
+        self._force_handed_over(result)
+        return result
+
+    def _force_handed_over(self, dirty: Sequence[DirtyRows]) -> None:
+        """Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id."""
+        by_name = {table.name: rows for table, rows in zip(self._tables, dirty, strict=True)}
+        for table, changed in zip(self._tables, dirty, strict=True):
+            rows = by_name.get(table.source.spec.of)
+            if table.source.spec.kind is TableKind.ID_MAP and rows:
+                # A new map counts all changes since the other tables were compared.
+                since = table.within(table.source.changed_since(self._before.compared_version))
+                for ids in (changed.ids, since):
+                    np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
+
+    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
+        """Start updating the dirty rows in the masks `taken`, by slot, to their present values, for a release.
+
+        Returns these rows ([n], ascending) by slot, the totals of the release with all rows of new tables, and the
+        backlog of each table by name.
+        """
+        every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
+        for table, mask in zip(self._tables, taken, strict=True):
+            amount, backlog[table.name] = split_dirty(table, mask)
+            if table in self._new:
+                rows = table.sent.counts.changed
+                amount = RowTotals(rows, rows * table.sent.spec.row_bytes, table.source.norm)
+            amounts.append(amount)
+            which = np.flatnonzero(mask)  # A few times faster than indexing with the mask.
+            every.append(table.dirty.ids[which])
+            update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._options.updated_bytes)
+            updates.append(update)
+        for each in updates:  # At the end, because an update that has begun must not fail.
+            each.begin()
+        self._updates = updates
+        return every, total(amounts), backlog
+
+    def update_some(self) -> bool:
+        """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
+
+        After an error, which is always `DamagedRows`, the tables are between two releases.
+        """
+        end = time.perf_counter() + self._options.turn_seconds
+        while self._updates:
+            try:
+                if self._updates[-1].go_on():
+                    self._updates.pop()
+            except DamagedRows:
+                raise
+            except Exception as error:  # For example lack of memory: some rows are updated, others are not.
+                table = self._tables[len(self._updates) - 1]
+                raise DamagedRows(table.name, table.dirty.ids) from error
+            if time.perf_counter() >= end:
+                break
+        return not self._updates
+
+
+def split_dirty(table: ViewTable, taken: Mask) -> tuple[RowTotals, Backlog]:
+    """The totals of the dirty rows in the mask `taken`, and the backlog of the others."""
+    size, every = table.sent.spec.row_bytes, len(taken)
+    rows, of_taken, of_left, oldest = split_amounts(table.dirty.norms, table.dirty.since, taken)
+    left = RowTotals(every - int(rows), (every - int(rows)) * size, math.sqrt(of_left))
+    return RowTotals(int(rows), int(rows) * size, math.sqrt(of_taken)), Backlog(
+        left, table.source.norm, int(oldest)
+    )

@@ -21,9 +21,10 @@ from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
+from deltasync.views.decision import ReleaseOptions
 from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
-from deltasync.views.making import Making, ReleasePlan, left_of
+from deltasync.views.release_maker import ReleaseBuild, ReleasePlan, split_dirty
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
 
 
@@ -56,14 +57,15 @@ class Replay:
         lost: why the view cannot be rebuilt; empty if it can.
     """
 
-    def __init__(self, owner: str, model: Model, log: ViewLog, history: str) -> None:
+    def __init__(self, owner: str, model: Model, log: ViewLog, history: str, options: ReleaseOptions) -> None:
         self.owner = owner
         self._model = model
         self._log = log
         self._history = history
-        self.let_go()
+        self._options = options
+        self.discard()
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         """Discard the result of an earlier `restore`."""
         self.begun = False
         self.state = ViewState()
@@ -74,11 +76,7 @@ class Replay:
         self._clean_at = 0
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the tables of a checkpoint; see `ViewRecovery.restore`.
-
-        Raises:
-            StorageFailed: there is no room for them, or the log cannot be read at present.
-        """
+        """Begin with the tables of a checkpoint; see `ViewRecovery.restore`."""
         self.begun = True
         self._sources = {(table.spec.name, table.removed_before): table for table in self._model.tables}
         if state and line_of(state["history"]) == line_of(self._history):
@@ -104,26 +102,23 @@ class Replay:
             self.lost = f"the checkpoint lacks the rows of table {key.name!r}"
         return loaded
 
-    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
-        """Continue once all rows of the tables are loaded; see `ViewRecovery.restored`."""
+    def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
+        """Continue once all rows of the tables are loaded; see `ViewRecovery.loaded`."""
         none = NONE_DIRTY.ids, NONE_DIRTY.since
         for table in self.state.tables:
             ids, since = dirty.get(TableKey(self.owner, table.name, table.born), none)
             table.restore(ids, since, table.compared)
-        self.state = replace(self.state, backlog={table.name: left_of(table) for table in self.state.tables})
+        nothing = ((table, np.zeros(len(table.dirty), np.bool_)) for table in self.state.tables)
+        self.state = replace(self.state, backlog={each.name: split_dirty(each, mask)[1] for each, mask in nothing})
         if self._clean_at > self.state.compared_version:
             self._nothing_dirty(self._clean_at)
 
-    def lose(self, why: str) -> None:
-        """Give the view up; see `ViewRecovery.lose`."""
+    def give_up(self, why: str) -> None:
+        """Give the view up; see `ViewRecovery.give_up`."""
         self.lost = self.lost or why
 
     def replay(self, version: int) -> None:
-        """Repeat the releases made from a version, with the model's tables at that version.
-
-        Raises:
-            StorageFailed: there is no room for tables, or the log cannot be read at present.
-        """
+        """Repeat the releases made from a version, with the model's tables at that version."""
         try:
             while not self.lost and self._heads and self._heads[0]["version"] <= version:
                 self._make_again(self._heads.popleft(), version)
@@ -144,25 +139,26 @@ class Replay:
         if record["from"] > self.state.compared_version:
             self._nothing_dirty(record["from"])
         plan = self._plan(whole["tables"], number)
-        if record.get("kept"):
+        if record.get("kept_id"):
             plan = self._with_kept(plan, record)
-        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner, record["version"])
-        while not making.go_on():
+        stamp = plan.new[0].stamp if plan.new else 0
+        build = ReleaseBuild(self.state, plan, stamp, self.owner, self._options)
+        while not build.compare_some():
             pass
-        making.compare_rest(record["version"])
+        build.compare_rest(record["version"])
         by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
-        for name, missing in () if plan.kept else self._model.tables.missing.items():
+        for name, missing in () if plan.kept_tables else self._model.tables.missing.items():
             if name in by_name and members(missing, by_name[name]).any():
                 raise _Lost(f"release {number} took rows of table {name!r} that damage has cost")
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
             if np.count_nonzero(mask) != len(by_name[table.name]):
                 raise _Lost(f"release {number} took rows of table {table.name!r} that were not dirty")
-        _, _, backlog = making.begin_update(taken, number)
-        while not making.go_on_updating():
+        _, _, backlog = build.begin_update(taken, number)
+        while not build.update_some():
             pass
-        if plan.kept:
-            making.let_go_kept(self._model.tables)
+        if plan.kept_tables:
+            plan.return_to(self._model.tables)
         self.state = ViewState(plan.tables, whole, record["version"], backlog)
         if record["compared"] > record["version"]:
             self._nothing_dirty(record["compared"])
@@ -170,7 +166,7 @@ class Replay:
     def _check(self, record: Mapping[str, Any], version: int) -> None:
         """Check that a release is the next one, made from this version of the model."""
         head, number, seal = self.state.head, record["number"], self._model.tables.seal
-        kept = bool(record.get("kept"))
+        kept = bool(record.get("kept_id"))
         if (number, record["after"]) != ((head.number + 1, head.seal) if head else (number, 0)):
             raise _Lost(f"the log lacks releases before release {number}")
         if record["version"] != version and not kept:
@@ -182,17 +178,17 @@ class Replay:
     def _with_kept(self, plan: ReleasePlan, record: Mapping[str, Any]) -> ReleasePlan:
         """The plan of a release that was made from a kept version, with the tables of that version."""
         try:
-            kept = load_kept(self._model, record["kept"], Policy.from_dict(record["policy"]), replaying=True)
+            kept = load_kept(self._model, record["kept_id"], Policy.from_dict(record["policy"]), replaying=True)
         except (InvalidInput, StorageFailed) as error:  # Others must not wait for this view.
             raise _Lost(f"kept version {record['version']} cannot be loaded: {error}") from error
         for table in plan.new:
             table.source = kept[key_of(table.source)]
-        return replace(plan, kept=kept)
+        return replace(plan, kept_tables=kept)
 
     def _nothing_dirty(self, version: int) -> None:
         """Move to a version at which no row was dirty."""
         for table in self.state.tables:
-            table.forget_dirty(version)
+            table.note_clean(version)
         self.state = self.state.without_dirty(version)
 
     def _plan(self, described: Sequence[Mapping[str, Any]], number: int) -> ReleasePlan:
@@ -209,9 +205,7 @@ class Replay:
         return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
-        """Make an empty table from its record; None if the model no longer has that table. It may have another one
-        of the same name.
-        """
+        """Make an empty table from its record; None if the model no longer has that table."""
         if (source := self._sources.get((record["table"], record["source"]))) is None:
             return None
         form, memory = form_of_record(record, source.spec), self._model.memory
@@ -228,9 +222,3 @@ def sources(owner: str, state: ViewState) -> list[SourceTable]:
         for born, each in zip((table.born, -table.born), table.stamped, strict=False)
         for dirty in [(table.dirty.ids, table.dirty.since) if each is table.held else None]
     ]
-
-
-def state_record(history: str, state: ViewState) -> dict[str, Any]:
-    """The state of a view for checkpoints, without rows: the input of `Replay.restore`."""
-    tables = [table_record(table) | {"compared": table.compared} for table in state.tables]
-    return {"history": history, "compared": state.compared_version, "head": state.record, "tables": tables}

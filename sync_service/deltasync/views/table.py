@@ -82,13 +82,9 @@ class DirtySet:
     def after(
         self, compared_rows: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
     ) -> "tuple[DirtySet, ChangeCounts]":
-        """The set after a comparison, and the counts of the stamps of clean rows.
+        """The set after a comparison at `version`, and the counts of the stamps of clean rows, which were `clean`.
 
-        Args:
-            compared_rows: the rows. Those that were clean before are dirty since `version`.
-            version: see `compared_rows`.
-            held_stamps: [N], when replicas were last sent each row of the table, by slot.
-            clean: counts of the stamps of all rows that were clean before.
+        `held_stamps` ([N], by slot) say when replicas were last sent each row.
         """
         to = _room(len(self) + len(compared_rows.ids))
         marked, cleaned = np.empty((2, len(compared_rows.ids)), np.int64)
@@ -177,11 +173,7 @@ class ViewTable:
     def __init__(
         self, source: StampedTable, form: TableForm, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
-        """Make a table that no replica has received yet.
-
-        Raises:
-            StorageFailed: there is no room.
-        """
+        """Make a table that no replica has received yet."""
         self.source = source
         self.form = form
         self.born = born
@@ -234,42 +226,20 @@ class ViewTable:
         clean, _ = self._counted
         return self.held.slots - clean.rows + clean.after(number)
 
-    def compare_with(self, source: StampedTable) -> None:
-        """Compare all rows with another version of the same table from now on.
-
-        Dirty rows are forgotten: those of the other version are found by comparing.
-        """
-        self.source = source
-        self.note_compared(NONE_DIRTY, self.held.counts, 0)
-
     # New tables, and tables that grow.
 
     def copy(self, ids: Ids) -> None:
         """Copy rows ([n], ascending) of the source into a new table, with the table's stamp.
 
         Deleted rows are included, because a replica may hold them in another form.
-
-        Raises:
-            DamagedRows: rows of the source do not match their digests.
         """
         ids = self.within(ids)
-        self._write(ids, None, self.stamp or 1)
+        self.update(ids, None, self.stamp or 1)
         if not self.stamp:
             self.held.restamp(ids, self.source.stamps[self.source.locate(ids)])
 
-    def copied(self, version: int) -> None:
-        """Note that all rows were copied at a version."""
-        self._counted = self.held.counts, version
-
     def grown(self, form: TableForm) -> Callable[[], None]:
-        """Allocate room for more rows. Blocks; any thread may call it.
-
-        Returns:
-            A function for the model's thread that enlarges the table to the size in `form`.
-
-        Raises:
-            StorageFailed: there is no room; the table is unchanged.
-        """
+        """Allocate room for more rows. Return a function for the model's thread that enlarges the table."""
         specs = [form.encoded_spec, *([] if self.sent is self.held else [form.wire_spec])]
         steps = [table.grown(spec) for table, spec in zip(self.stamped, specs, strict=True)]
 
@@ -307,6 +277,10 @@ class ViewTable:
         self.dirty = dirty
         self._counted = clean, version
 
+    def note_clean(self, version: int) -> None:
+        """Note that no row was dirty at a version. At version 0, all rows are to be compared."""
+        self.note_compared(NONE_DIRTY, self.held.counts, version)
+
     @property
     def clean(self) -> ChangeCounts:
         """Counts of the stamps of clean rows."""
@@ -315,8 +289,7 @@ class ViewTable:
     def restore(self, ids: Ids, since: Versions, compared: int) -> None:
         """Restore the dirty rows of a checkpoint, once all rows are loaded.
 
-        Their norms are computed again, correctly for rows unchanged since the comparison. The next comparison
-        corrects the others.
+        Their norms are right for rows unchanged since the comparison. The next comparison corrects the others.
         """
         comparison = self.compare(ids)
         self.dirty = DirtySet(ids, comparison.norms, since, comparison.flags)
@@ -324,31 +297,20 @@ class ViewTable:
 
     # Making a release.
 
-    def update(self, ids: Ids, norms: Floats, number: int) -> None:
-        """Update rows ([n], ascending) to their present values, which replicas at release `number` will hold.
-
-        Args:
-            ids: the rows.
-            norms: [n], their distances from the rows that replicas held.
-            number: the release.
-
-        Raises:
-            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
-        """
-        self._write(ids, norms, number)
-
     def note_updated(self, ids: Ids, number: int) -> None:
         """Note that replicas at release `number` hold these rows ([n], ascending), which are clean now."""
         clean, compared = self._counted
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
 
-    def forget_dirty(self, version: int) -> None:
-        """Note that no row is dirty at a version."""
-        self.note_compared(NONE_DIRTY, self.held.counts, version)
+    def update(self, ids: Ids, norms: Floats | None, number: int) -> None:
+        """Update rows ([n], ascending) to their present values, which replicas at release `number` will hold.
 
-    def _write(self, ids: Ids, norms: Floats | None, number: int) -> None:
-        """Encode rows of the source and stamp them. Without `norms`, replicas held none of them."""
+        `norms` [n] are their distances from the rows that replicas held; None = replicas held none.
+
+        Raises:
+            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
+        """
         gone = self.source.deleted(ids)
         live, deleted = (ids, ids[:0]) if not gone.any() else (ids[~gone], ids[gone])
         norms = norms if norms is None or not gone.any() else norms[~gone]
@@ -429,8 +391,11 @@ class RowUpdate:
     A row that a cut is about to change is updated first. The table's dirty rows stay the same until the end.
     """
 
-    def __init__(self, table: ViewTable, ids: Ids, norms: Floats, number: int) -> None:
-        """Prepare a release: rows ([n], ascending), and their distances from the replicas' rows [n]."""
+    def __init__(
+        self, table: ViewTable, ids: Ids, norms: Floats, number: int, piece_bytes: int = _PIECE_BYTES
+    ) -> None:
+        """Prepare to update rows ([n], ascending), with their distances [n] from the rows of replicas."""
+        self._piece_rows = max(1, piece_bytes // table.source.spec.row_bytes)
         self._table = table
         self._ids = ids
         self._norms = norms
@@ -446,14 +411,10 @@ class RowUpdate:
             each.unfinished = self._number
 
     def go_on(self) -> bool:
-        """Update some more rows, and return whether all are done.
-
-        Raises:
-            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
-        """
+        """Update some more rows, and return whether all are done. Raises the errors of `ViewTable.update`."""
         if self._error:
             raise self._error
-        some = slice(self._at, self._at + max(1, _PIECE_BYTES // self._table.source.spec.row_bytes))
+        some = slice(self._at, self._at + self._piece_rows)
         self._update(self._at + np.flatnonzero(self._left[some]))
         self._at = some.stop
         if self._at < len(self._ids):

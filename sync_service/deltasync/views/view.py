@@ -1,18 +1,24 @@
-"""A consumer's view: the rows that its replicas hold, and the releases that they get."""
+"""A consumer's view: the feed of its replicas, and the loop that makes its releases."""
 
 import asyncio
+import logging
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.events import EventKind, Events, error_text
 from deltasync.base.threads import EVENT_LOOP, confined, in_own_thread
-from deltasync.base.waiting import Signal
+from deltasync.base.waiting import Signal, backoff, first_of
 from deltasync.checkpoints.writing import SourceTable
+from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import Follow, check_past
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
@@ -22,13 +28,21 @@ from deltasync.core.table_form import TableForm
 from deltasync.model.feed import FeedStatus, TableStatus
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
+from deltasync.views.decision import (
+    PACE_VERSIONS,
+    RELEASE_OPTIONS,
+    Action,
+    ReleaseOptions,
+    Situation,
+    next_action,
+)
 from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState
-from deltasync.views.making import ReleasePlan
-from deltasync.views.pacing import LONGEST_SECONDS
-from deltasync.views.release_maker import ReleaseMaker, Wish
+from deltasync.views.release_maker import ReleaseMaker, ReleasePlan
 from deltasync.views.replay import Replay, sources
 from deltasync.views.table import ViewTable
+
+logger = logging.getLogger(__name__)
 
 
 @confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
@@ -37,6 +51,7 @@ class View:
 
     Attributes:
         model: the source of its rows.
+        options: how it makes releases.
         seals: the model's seals.
         trouble: why it does not have the tables of the policy; empty if it does.
         replay: rebuilds the view with its model; None after that, and for a new view.
@@ -44,18 +59,26 @@ class View:
         follows: the kept version that replicas are to hold; None = the model's newest version.
     """
 
-    def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        model: Model,
+        record: Mapping[str, Any] | None = None,
+        options: ReleaseOptions = RELEASE_OPTIONS,
+    ) -> None:
         """Make a new view, or one from its record in the log; `Model.recover` then rebuilds it with `replay`."""
         self.owner = consumer
         self.model = model
+        self.options = options
         self.seals = model.seals
         self.trouble = ""
         self.failure = ""
         self._record = record
         self._log = ViewLog(model.log, consumer)
-        self._maker = ReleaseMaker(consumer, model, self._log, record["history"] if record else uuid.uuid4().hex)
-        self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
-        self.replay = Replay(consumer, model, self._log, self.history) if record else None
+        history = record["history"] if record else uuid.uuid4().hex
+        self._maker = ReleaseMaker(consumer, model, self._log, history, self._changed, options)
+        self._releases = Releases(model.on_thread, self._visible, model.release_memory_bytes)
+        self.replay = Replay(consumer, model, self._log, history, options) if record else None
         self._signal = Signal()
         self.follows: Follow | None = None
 
@@ -117,10 +140,16 @@ class View:
 
         `acknowledged` is the replica's offset.
         """
-        history, model = self._maker.history, self.model
-        sealed = model.seal_of(held.number)
-        of_model = can_continue(held, model.history, history.first_version, sealed, acknowledged=acknowledged)
-        return history.continue_from(held, self.position.number, of_model, acknowledged)
+        number, first = held.number, self._maker.history.first_version
+        seal, of_model = self.seal_of(number), self.model.seal_of(number)
+        # Numbers up to the first version are versions of the model, later ones are releases.
+        before = can_continue(held, self.model.history, first, of_model, acknowledged=acknowledged)
+        if before.yes and number <= first:
+            decision = Decision(True, f"the replica holds version {number}, from before the policy")
+            return decision, Position(self.history, number, seal)
+        newest = self.position.number
+        decision = can_continue(held, self.history, newest, seal, unit="release", acknowledged=acknowledged)
+        return decision, Position(self.history, number, held.seal) if decision.yes else Position(self.history)
 
     def discards(self, held: Position, version: Position) -> bool:
         """Whether a replica holds rows of a discarded history, of the view or of the model."""
@@ -156,16 +185,15 @@ class View:
         later_version_ns = self.model.behind_ns(self.version_of(number), policy)
         due_ns = min(later_version_ns, _beyond(policy.min_interval_seconds, age_ns))
         if number == self.position.number and self.state.backlog_rows:
-            due_ns = max(due_ns, _beyond(max(policy.min_interval_seconds, LONGEST_SECONDS), age_ns))
+            due_ns = max(due_ns, _beyond(max(policy.min_interval_seconds, self.options.longest_seconds), age_ns))
         return max(later_release_ns, due_ns)
 
     @property
     def released(self) -> Moment | None:
         """When the newest release was made; None before the first one."""
-        newest = self.state.newest
-        if newest is None:
+        if (newest := self.state.statistics) is None:
             return None
-        return Moment(newest.statistics.made_unix_ns, self._maker.history.succession.since_ns(newest.head.number))
+        return Moment(newest.made_unix_ns, self._maker.history.succession.since_ns(newest.number))
 
     def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
@@ -204,14 +232,14 @@ class View:
         )
         if self.follows:
             return self._status_of_kept(status, self.follows, policy)
-        if state.newest is None:
+        if state.head is None:
             return status
         return replace(
             status,
             tables=partial(_tables, state, self.model, policy),
             version_of=partial(self._version_at, state),
             seal_of=self._maker.history.seal_of,
-            release=state.newest.statistics,
+            release=state.statistics,
             released=self.released,
             compared=state.compared_version == self.model.position.number,
         )
@@ -222,8 +250,7 @@ class View:
 
         def table_statuses() -> list[TableStatus]:
             if not arrived:
-                tables = self.model.tables.followed(policy)
-                return [TableStatus(each.spec, policy.row_bytes(each.spec), _every(each)) for each in tables]
+                return [_missing(each, policy) for each in self.model.tables.followed(policy)]
             lines = [(table, _held(table, state)) for table in state.tables]
             return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
 
@@ -238,18 +265,27 @@ class View:
             seal_of=self._maker.history.seal_of,
             seconds_since=lambda _version: max(0.0, Moment.now().after_ns(since) / 1e9),
         )
-        if state.newest is None:
+        if state.head is None:
             return status
-        return replace(status, release=state.newest.statistics, released=self.released)
+        return replace(status, release=state.statistics, released=self.released)
 
     # Making releases, one call at a time.
 
-    def let_go_removed(self) -> None:
+    def drop_removed(self) -> None:
         """Drop tables that the model has removed. Replicas then reconnect."""
         if self.state.has_removed:
             self._maker.state = self.state.without_removed()
             self._releases.forget()
             self._signal.wake()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the last release is not on disk, because the log refused it."""
+        return self._maker.pending is not None
+
+    async def write_refused(self) -> None:
+        """Write the release that the log refused, if there is one."""
+        await self._maker.finish()
 
     async def prepare(
         self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] | None = None
@@ -257,15 +293,10 @@ class View:
         """Ensure that the view has the policy's tables in the policy's form.
 
         If some are missing, a release creates them with all rows, and takes rows of the others as the policy
-        allows; see `make_release`.
-
-        Raises:
-            InvalidInput: a newer table does not fit the policy. The view is unchanged, with the reason in
-                `trouble`.
-            StorageFailed: there is no room, with the same effect; or the log could not be written.
+        allows; see `make_release`. If a table does not fit the policy, or there is no room, the view is unchanged,
+        with the reason in `trouble`.
         """
-        if self._maker.shown is None:  # The log refused a release, which may be the one with these tables.
-            await self._make(None)
+        await self.write_refused()  # That release may be the one with these tables.
         plan = None
         try:
             if self.model.head and not self._has_form(policy):
@@ -279,34 +310,25 @@ class View:
             self._signal.wake()
             raise
         if plan:
-            await self._make(Wish(policy, overdue_version, goes_on), plan)
+            await self._maker.make(replace(plan, policy=policy, overdue_version=overdue_version, goes_on=goes_on))
 
     async def make_release(
         self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] | None = None
     ) -> None:
         """Make the next release by the policy, with the present tables.
 
-        Args:
-            policy: the consumer's policy.
-            overdue_version: rows dirty since this version or longer are overdue.
-            goes_on: checks on the model's thread whether to make it after all; None = always.
-
-        Raises:
-            StorageFailed: the log refused it. The next call writes it again first.
-            DamagedRows: rows of the model do not match their digests. The model is loaded again.
+        Rows dirty since `overdue_version` or longer are overdue. `goes_on` checks on the model's thread whether to
+        make it after all. If the log refuses it, the next call writes it again first.
         """
-        await self._make(Wish(policy, overdue_version, goes_on))
+        await self.write_refused()
+        if self.state.head:
+            plan = ReleasePlan(self.state.tables, (), (), policy, overdue_version, goes_on)
+            await self._maker.make(plan)
 
     async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool]) -> None:
         """Make the release that brings replicas to a kept version, whatever the policy holds back.
 
         It loads the version's tables, which takes as much memory as the model until the release is made.
-
-        Raises:
-            Contradiction: the version belongs to a past that the model has discarded.
-            InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
-            StorageFailed: the version cannot be read, there is no room for it, or the log refused the release.
-            DamagedRows: rows do not match their digests. The model is loaded again.
         """
         check_past(follows.kept, self.model.seals)
         # Convert every row that replicas may hold first, so that they get only the difference.
@@ -315,54 +337,50 @@ class View:
         if self.arrived(policy) or not goes_on():
             return
         plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])
-        await self._make(Wish(policy, 0, goes_on, follows.kept), replace(plan, kept=kept))
+        plan = replace(plan, policy=policy, goes_on=goes_on, kept=follows.kept, kept_tables=kept)
+        await self._maker.make(plan)
 
-    async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
-        try:
-            await self._maker.make(wish, plan)
-        finally:
-            self._releases.have(None, self.position.number)  # Replicas may wait for this release.
-            self._signal.wake()
+    def _changed(self) -> None:
+        """Wake replicas that may wait for a release."""
+        self._releases.have(None, self.position.number)
+        self._signal.wake()
 
     # For checkpoints, see `checkpoints.writing.Source`. On the model's thread.
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """Its tables, including a release that is not on disk yet."""
-        return sources(self.owner, self._maker.made)
+        return sources(self.owner, self._maker.latest)
 
     def checkpoint_state(self) -> dict[str, Any] | None:
         """The state for `restore`; None while a release is being written."""
-        return self._maker.saved()
+        return self._maker.checkpoint_state()
 
-    async def recovered(self) -> str:
+    async def recover(self) -> str:
         """Continue from the result of `replay`, once the model is loaded. Call it before any other method.
 
-        Returns:
-            Why the view cannot continue, so that its replicas need every row from a new view. Empty if it can.
-
-        Raises:
-            StorageFailed: the log cannot be read.
+        Returns why the view cannot continue, so that its replicas need every row from a new view; empty if it can.
         """
         replay = self.replay
         if replay is None or not replay.begun:
-            return "" if self.state.newest else "none of its records was read"
+            return "" if self.state.head else "none of its records was read"
         replay.end(self.model.seals.newest_version)
         if self._record and self._record["model_history"] != self.model.history:
             return "it belongs to another history of the model"
         if not replay.lost:
-            await self._maker.go_on_from(replay.state)
+            await self._maker.resume(replay.state)
         self.replay = None  # It refers to tables.
         return replay.lost
 
     def truncate_log(self, state: Mapping[str, Any]) -> None:
         """See `ViewStorage.truncate_log`."""
         if state["head"] and line_of(state["history"]) == line_of(self.history):
-            self._log.truncate(state["head"]["number"], self.position.number)
+            kept = self.position.number - self.options.known_releases
+            self._log.truncate(state["head"]["number"], kept)
 
-    def _given(self) -> tuple[list[StampedTable], Head | None] | None:
+    def _visible(self) -> tuple[list[StampedTable], Head | None] | None:
         """The tables and the head for replicas; None while a release is being written."""
         self.model.tables.check_sound()
-        state = self._maker.shown
+        state = self._maker.visible
         if state and self.follows and state.kept != self.follows.kept.id:
             return None
         return ([table.sent for table in state.tables], state.head) if state else None
@@ -374,33 +392,144 @@ def _beyond(seconds: float, age_ns: int) -> int:
 
 
 def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]:
-    held = {table.form.spec.name for table in state.tables}
+    held = {table.name for table in state.tables}
     missing = [table for table in model.tables.followed(policy) if table.spec.name not in held]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
 
 
-def _every(table: StampedTable) -> Callable[[int], int]:
-    """Counts all rows of a table."""
-
-    def lacking(_number: int) -> int:
-        return table.slots
-
-    return lacking
-
-
 def _held(table: ViewTable, state: ViewState) -> TableStatus:
-    return TableStatus(
-        table.form.spec,
-        table.sent.spec.row_bytes,
-        table.lacking,
-        state.backlog.get(table.form.spec.name),
-    )
+    return TableStatus(table.form.spec, table.sent.spec.row_bytes, table.lacking, state.backlog.get(table.name))
 
 
 def _missing(table: StampedTable, policy: Policy) -> TableStatus:
-    """A table that the view does not have yet, so that its replicas lack all of it."""
+    """A table of which replicas lack all rows."""
+    return TableStatus(table.spec, policy.row_bytes(table.spec), lambda _number: table.counts.changed)
 
-    def lacking(_version: int) -> int:
-        return table.counts.changed
 
-    return TableStatus(table.spec, policy.row_bytes(table.spec), lacking)
+class ReleaseLoop:
+    """Makes the releases of one consumer, in the event loop, until it is stopped."""
+
+    def __init__(
+        self, consumer: Consumer, view: View, events: Events, pauses: Callable[[], Iterator[float]] = backoff
+    ) -> None:
+        """`pauses` yields the seconds before each attempt after a failure."""
+        self._consumer = consumer
+        self._view = view
+        self._events = events
+        self._new_pauses, self._pauses = pauses, pauses()
+        self._stopping, self._began_ns = asyncio.Event(), steady_ns()
+        self._prepare_at = 0.0
+        self._refused: Policy | None = None  # A policy whose tables could not be made.
+
+    def stop(self) -> None:
+        """End `run` after its present step."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Make releases. Report errors and retry, without affecting other consumers."""
+        while not self._stopping.is_set():
+            try:
+                seconds = await self._advance()
+            except Exception as error:  # noqa: BLE001  # it must not end the service
+                text = "its releases cannot be made; the service retries"
+                self._view.failure = f"{text}: {error_text(error)}"
+                self._emit(EventKind.FAILED, text, error)
+                # New versions do not shorten this pause: an error at every cut would fill the service's log.
+                await first_of(self._stopping.wait(), seconds=next(self._pauses))
+                continue
+            else:
+                self._pauses, self._view.failure = self._new_pauses(), ""
+            if seconds != 0:
+                await self._wait(seconds)
+
+    async def _advance(self) -> float | None:
+        """Do what is due. Return the seconds until the next look; None = wait for a change."""
+        view, policy = self._view, self._consumer.policy
+        view.drop_removed()
+        following, before = view.follows, view.position
+        now = next_action(policy, self._situation(policy), steady_ns(), view.options)
+        if now.action is Action.WAIT:
+            return now.seconds
+        logger.debug("consumer %s: %s: %s", self._consumer.name, now.action.value, now.reason)
+        # The consumer may be paused before the newest version is read, and no replica may get its rows then.
+        match now.action:
+            case Action.WRITE:
+                await view.write_refused()
+            case Action.FOLLOW if following:
+                await view.go_to(following, policy, lambda: self._goes_on_to(following))
+            case Action.TABLES:
+                await self._prepare(policy)
+            case Action.ROWS:
+                await view.make_release(policy, self._overdue_version(policy), self._goes_on)
+        if view.position != before:
+            self._emit(EventKind.RELEASE_MADE, number=view.position.number)
+        return 0
+
+    async def _prepare(self, policy: Policy) -> None:
+        """Make the tables of the policy. If that fails, keep the old ones for now."""
+        try:
+            await self._view.prepare(policy, self._overdue_version(policy), self._goes_on)
+        except (InvalidInput, StorageFailed) as error:
+            if not self._view.trouble:  # The log refused a release.
+                raise
+            self._refused, self._prepare_at = policy, time.monotonic() + self._view.options.retry_seconds
+            self._emit(EventKind.FAILED, "its policy is not in force", error)
+
+    def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
+        self._events.emit(kind, text, error, consumer=self._consumer.name, **subject)
+
+    def _goes_on(self) -> bool:
+        """Whether the consumer is not paused. Safe to call from any thread."""
+        return self._consumer.pause is None
+
+    def _goes_on_to(self, follows: Follow) -> bool:
+        return self._goes_on() and self._view.follows is follows and not self._stopping.is_set()
+
+    def _situation(self, policy: Policy) -> Situation:
+        view, model = self._view, self._view.model
+        state, position, replicas = view.state, view.position, self._consumer.replicas.values()
+        oldest, recent = state.oldest_dirty_version, islice(reversed(model.seals), PACE_VERSIONS)
+        again = self._prepare_at - time.monotonic() if policy == self._refused else 0.0
+        return Situation(
+            newest_version=model.position.number,
+            # After a kept version, a release is due even if no row differs: replicas still have its name.
+            compared_version=0 if state.kept else state.compared_version,
+            backlog_rows=state.backlog_rows,
+            oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
+            released_ns=_steady_ns(view.released) if view.released else None,
+            sealed_ns=[self._sealed_ns(seal.version) for seal in recent][::-1],
+            ready=state.head is not None and any(r.stream and r.applied == position for r in replicas),
+            paused=not self._goes_on(),
+            connected=any(replica.stream for replica in replicas),
+            refused=view.refused,
+            follows=view.follows.kept.words if view.follows else "",
+            arrived=view.arrived(policy),
+            fits=not view.trouble and (view.fits(policy) or model.head is None),
+            tables_after_seconds=again,
+        )
+
+    def _overdue_version(self, policy: Policy) -> int:
+        """The newest version older than the policy's maximum age."""
+        if policy.max_age_seconds is None:
+            return 0
+        limit, seals = steady_ns() - int(policy.max_age_seconds * 1e9), self._view.model.seals
+        older = bisect_right(seals, limit, key=lambda seal: self._sealed_ns(seal.version))
+        return seals[older - 1].version if older else 0
+
+    def _sealed_ns(self, version: int) -> int:
+        """When a version was sealed, by `steady_ns`.
+
+        If the time is known only by the wall clock, the version counts as sealed before this loop began.
+        """
+        moment = self._view.model.seals.sealed_at(version)
+        return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
+
+    async def _wait(self, seconds: float | None) -> None:
+        events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
+        await first_of(*events, seconds=seconds)
+
+
+def _steady_ns(moment: Moment) -> int:
+    """A time by `steady_ns`, converted from the wall clock if only that is known."""
+    now = Moment.now()
+    return steady_ns() - now.after_ns(moment)

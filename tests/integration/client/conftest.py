@@ -3,14 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fleet import Trainer, release_at_once
+from tests.support.fleet import AT_ONCE, Trainer
 from tests.support.server import RunningService
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once."""
-    release_at_once(monkeypatch)
 
 
 @pytest.fixture
@@ -18,7 +12,9 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningS
     """A service with the file's POLICIES and OPTIONS, which copies checkpoints if the file has CHECKPOINTS."""
     file = request.module
     url = str(tmp_path / "checkpoints") if getattr(file, "CHECKPOINTS", False) else None
-    options: dict[str, Any] = {"policies": file.POLICIES, "checkpoints": url} | getattr(file, "OPTIONS", {})
+    options: dict[str, Any] = {"policies": file.POLICIES, "checkpoints": url, "releases": AT_ONCE} | getattr(
+        file, "OPTIONS", {}
+    )
     options |= getattr(request, "param", {})
     with RunningService(tmp_path / "data", **options) as service:
         yield service

@@ -34,7 +34,6 @@ from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 
-pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
 

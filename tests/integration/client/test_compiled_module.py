@@ -24,7 +24,7 @@ from tests.support.compiled import (
     tables_of,
     weights,
 )
-from tests.support.fleet import Trainer, follow, release_at_once, wait_for_lag, wait_until_in_sync
+from tests.support.fleet import AT_ONCE, Trainer, follow, wait_for_lag, wait_until_in_sync
 from tests.support.programs import run_program
 from tests.support.server import RunningService
 from torch import nn
@@ -416,10 +416,7 @@ def expected(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
-    tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release_at_once(monkeypatch)
+def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(tmp_path: Path, package: Path) -> None:
     target = TorchTarget(compiled_model(package))
 
     def output() -> torch.Tensor:
@@ -428,7 +425,7 @@ def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
             return found
 
     with (
-        RunningService(tmp_path / "data", progress_seconds=0.02) as service,
+        RunningService(tmp_path / "data", progress_seconds=0.02, releases=AT_ONCE) as service,
         Trainer(service.grpc, tables_of(as_written(1))) as trainer,
         follow(service, "predictors", "a", target),
     ):

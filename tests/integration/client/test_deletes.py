@@ -13,7 +13,6 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 
-pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=1, max_bytes=100, value_type=ValueType.INT8)}
 GONE = np.array([3, 5, 40])
 

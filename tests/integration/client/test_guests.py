@@ -19,7 +19,6 @@ def counts(service: RunningService, consumer: str) -> tuple[int, int, str]:
     return line["replicas"], line["connected"], line["state"]
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("consumer", ["predictors", "top"])
 def test_a_guest_leaves_state_offset_and_counts_as_they_are(service: RunningService, consumer: str) -> None:
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", Recorder()):

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -46,10 +47,9 @@ from deltasync.client import CallbackTarget, NotFound, NumpyTarget, Policy, Posi
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.rows import Ids, Values
 
-pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5)}
 # Idle streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 CONSUMERS = ["top", "predictors"]
 SHOP = TableSpec("shop", 20, 4)
 

@@ -26,7 +26,18 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from tests.support.fleet import TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, lost, wait_for_lag
+from tests.support.fleet import (
+    AT_ONCE,
+    TABLES,
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    lost,
+    wait_for_lag,
+)
 from tests.support.process import environment
 from tests.support.programs import killed
 from tests.support.server import RunningService
@@ -54,8 +65,7 @@ POLICIES = {
     "quick": Policy(ready_within_seconds=1),
 }
 # Idle streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
-pytestmark = pytest.mark.usefixtures("quick")
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 EVERY = ["predictors", "limited", "top"]
 WITH_LIMIT = ["limited", "top"]
 

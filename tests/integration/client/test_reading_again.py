@@ -32,7 +32,6 @@ from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.wire.messages import position_from_message
 
-pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
 NOT_KNOWN = "its checksum differs; the rows that differ are unknown"

@@ -3,17 +3,18 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.command import deltasync
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     USER,
     Recorder,
     Trainer,
     admin_of,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -38,14 +39,10 @@ from deltasync.v1 import subscribe_pb2
 TOP = Policy(top_k=3, ready_within_seconds=20)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_at_once(monkeypatch)
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies={"top": TOP}, progress_seconds=0.02) as service:
+    options: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
+    with RunningService(tmp_path / "data", policies={"top": TOP}, **options) as service:
         yield service
 
 

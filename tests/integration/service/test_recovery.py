@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from tests.support.fleet import release_at_once
+from tests.support.fleet import AT_ONCE
 from tests.support.local_service import opened, send, view_of
 from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
@@ -145,7 +145,7 @@ async def held_by_replicas(view: View) -> Held:
 
 
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
-    async with opened(data_dir, keep_checkpoints=2) as service:
+    async with opened(data_dir, keep_checkpoints=2, releases=AT_ONCE) as service:
         coordinator = await service.publishing.open("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
@@ -208,7 +208,6 @@ def test_whenever_it_dies_every_acknowledged_version_and_release_comes_back(
     versions = expected_rows()
     with monkeypatch.context() as patch:
         camera = Camera(tmp_path / "data", PowerCuts(patch, tmp_path / "data" / "checkpoints"))
-        release_at_once(patch)
         camera.watch(patch)
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     USER,
     Recorder,
@@ -19,7 +20,6 @@ from tests.support.fleet import (
     admin_of,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
     wait_until_in_sync,
 )
@@ -60,9 +60,8 @@ def checkpoint_files(data_dir: Path) -> list[Path]:
 
 
 @pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
-    release_at_once(monkeypatch)
-    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1000)}) as service:
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=1000)}, releases=AT_ONCE) as service:
         yield service
 
 
@@ -428,7 +427,7 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
         shutil.copytree(tmp_path / "data", crashed)
 
     monkeypatch.setattr(ModelStore, "describe", copied)
-    monkeypatch.setattr(View, "let_go_removed", lambda _: None)
+    monkeypatch.setattr(View, "drop_removed", lambda _: None)
     admin_of(service).delete_table("clicks", "extra")
     monkeypatch.undo()
     with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
@@ -451,7 +450,7 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         with lost(follow(service, "top", "a", target)):
             wait_until_in_sync(service, "top", head)
     _wait_until_nobody_publishes(service)
-    monkeypatch.setattr(View, "let_go_removed", lambda _: None)
+    monkeypatch.setattr(View, "drop_removed", lambda _: None)
     admin_of(service).delete_table("clicks", "extra")
     with Trainer(service.grpc, ALL, run="s", started=2, seed=1) as trainer:
         trainer.rows["extra"][9:] = 0

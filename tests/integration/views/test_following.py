@@ -174,7 +174,7 @@ def test_what_cannot_be_followed_or_released_is_refused(service: RunningService,
     wait_for_lag(service, "predictors", lambda lag: lag["follows"] == "")
 
 
-def test_followers_are_listed_and_counted_and_the_cost_is_said_before_it_begins(
+def test_followers_are_listed_with_the_cost_of_following(
     service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def follow_by_command(*version: str) -> list[str]:
@@ -265,7 +265,7 @@ def test_every_fleet_holds_what_it_follows_whatever_happens(tmp_path: Path, seed
             wait_for(lambda: held(targets[consumer]) == wanted(consumer))  # noqa: B023
 
 
-def test_a_new_policy_keeps_the_version_and_a_rollback_takes_only_rows_that_differ(
+def test_a_new_policy_keeps_the_version_and_a_rollback_sends_differences(
     service: RunningService, admin: Admin
 ) -> None:
     target, late = NumpyTarget(), NumpyTarget()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -16,7 +17,6 @@ from tests.support.fleet import (
     Trainer,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -44,15 +44,8 @@ POLICIES = {
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
 # Streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 ALL_ROWS = USER.rows + ITEM.rows
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release rows that are left over at once."""
-    release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.02)
 
 
 def rows_of(release: Release) -> int:
@@ -118,7 +111,7 @@ def test_a_view_that_cannot_come_back_begins_anew_and_others_go_on(tmp_path: Pat
     assert [(each.resync, rows_of(each)) for each in changed] == [(False, 1)]
 
 
-def test_a_table_that_a_policy_of_the_file_has_no_room_for_does_not_keep_the_service_from_starting(
+def test_the_service_starts_without_room_for_the_table_of_a_policy(
     tmp_path: Path,
 ) -> None:
     policies = {"small": Policy(max_bytes=100)}
@@ -174,7 +167,7 @@ def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, a
     assert all(rows.norms is None for release in target.releases for rows in release.rows)
 
 
-def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(service: RunningService) -> None:
+def test_a_replica_learns_of_a_version_without_changes_of_its_tables(service: RunningService) -> None:
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "user", "a", target) as replica:
         replica.wait_for(trainer.publish_all(), WAIT)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -12,7 +13,6 @@ from tests.support.fleet import (
     Recorder,
     Trainer,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -27,13 +27,7 @@ from deltasync.views.log import ViewLog
 
 POLICIES = {"top": Policy(top_k=5)}
 # Idle streams look for changes often.
-OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Release rows that are left over at once."""
-    release_at_once(monkeypatch)
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 
 
 def given_as(
@@ -161,9 +155,7 @@ def test_from_ids_to_values_and_back(service: RunningService, admin: Admin) -> N
     assert [release.resync for release in taken].count(True) == 1
 
 
-def test_a_table_that_comes_later_and_cannot_be_sent_keeps_no_other_table_back(
-    service: RunningService, admin: Admin
-) -> None:
+def test_a_later_table_that_cannot_be_sent_delays_no_other_table(service: RunningService, admin: Admin) -> None:
     """Nor another consumer, nor a replica that joins; the lag says which table it is, and what to do."""
     tables, why = [*TABLES, TableSpec("odd", 10, 5)], "table 'odd' has dim 5, value type int8-tbe needs"
     admin.create_consumer("tbe", "clicks", Policy(value_type=ValueType.INT8_TBE))
@@ -208,7 +200,7 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningSe
             assert lag["history"] != history
 
 
-def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_announced(
+def test_a_replica_that_joins_during_a_change_gets_the_announced_tables(
     service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for what the policy wants to be there."""

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -14,7 +15,6 @@ from tests.support.fleet import (
     Trainer,
     admin_of,
     follow,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -26,8 +26,11 @@ from deltasync.client import CallbackTarget, NumpyTarget, Position, Release
 from deltasync.core.policy import Policy
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
-from deltasync.views.view import View
+from deltasync.views.decision import ReleaseOptions
 
+OPTIONS: dict[str, Any] = {"releases": AT_ONCE}
+# Rows that were left do not go out by themselves.
+NO_BACKLOG = ReleaseOptions(shortest_seconds=100, longest_seconds=100)
 POLICIES = {
     "top": Policy(top_k=0.1, value_type=ValueType.INT8),
     "few": Policy(top_k=3, top_k_per_table=True, value_type=ValueType.BF16),
@@ -38,12 +41,6 @@ POLICIES = {
     "packed": Policy(value_type=ValueType.INT4_TBE),
     "ids": Policy(mode=Mode.IDS, top_k=5),
 }
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once."""
-    release_at_once(monkeypatch)
 
 
 @pytest.mark.parametrize("consumer", ["top", "few", "small", "old", "half", "tbe", "packed"])
@@ -174,14 +171,9 @@ def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
     assert len(found) == 14
 
 
-def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_row_is_released_although_others_change_more(tmp_path: Path) -> None:
     """A row that changes more every time would hold back the one that changed once, for ever."""
-    # Nothing that is left goes out by itself.
-    monkeypatch.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
-    monkeypatch.setattr("deltasync.views.pacing.LONGEST_SECONDS", 100.0)
-    with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}) as service:
+    with RunningService(tmp_path / "data", policies={"young": Policy(top_k=1)}, releases=NO_BACKLOG) as service:
         target = Recorder()
         with Trainer(service.grpc) as trainer, follow(service, "young", "a", target):
             trainer.publish_all()
@@ -205,36 +197,20 @@ def test_what_changes_most_goes_first_and_what_is_old_goes_at_all(
         assert target.bytes() == trainer.expected()
 
 
-def test_rows_that_went_back_leave_nothing_to_look_for(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else releases that give nothing would be made without a pause."""
-    looks = 0
-    make_release = View.make_release
-
-    async def counted(view: View, *arguments: Any) -> None:
-        nonlocal looks
-        looks += 1
-        await make_release(view, *arguments)
-
+def test_rows_that_went_back_leave_no_backlog(tmp_path: Path) -> None:
     target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "few", "a", target):
+    with (
+        RunningService(tmp_path / "data", policies={"few": Policy(top_k=2)}, releases=NO_BACKLOG) as service,
+        Trainer(service.grpc) as trainer,
+        follow(service, "few", "a", target),
+    ):
         wait_until_in_sync(service, "few", trainer.publish_all())
-        with monkeypatch.context() as slowly:
-            slowly.setattr("deltasync.views.pacing._SHORTEST_SECONDS", 100.0)
-            slowly.setattr("deltasync.views.pacing.LONGEST_SECONDS", 100.0)
-            released(service, "few", trainer.change(20, [USER]))
+        lag = released(service, "few", trainer.change(20, [USER]))
+        assert lag["release"]["left_rows"] == 18
         for name, rows in target.tables.items():
             trainer.rows[name][:] = rows
-        head = trainer.publish_all()
-        wait_until_in_sync(service, "few", head)
-        monkeypatch.setattr(View, "make_release", counted)
-        # Who joins has the service consider whether a release is due.
-        with follow(service, "few", "b", Recorder()) as late:
-            late.wait_for(1, WAIT)
-            lag = wait_for_lag(service, "few", lambda lag: all(line["offset"] for line in lag["replicas"]))
+        lag = wait_until_in_sync(service, "few", trainer.publish_all())
         assert lag["release"]["left_rows"] == 0
-        assert looks == 0
 
 
 def released(service: RunningService, consumer: str, head: Position) -> dict[str, Any]:
@@ -253,13 +229,16 @@ def unsent(trainer: Trainer, target: NumpyTarget) -> float:
 
 def test_a_service_that_has_lost_its_folder_gives_everything_anew(tmp_path: Path) -> None:
     target = Recorder()
-    with RunningService(tmp_path / "one", policies=POLICIES) as first, Trainer(first.grpc) as trainer:
+    with (
+        RunningService(tmp_path / "one", policies=POLICIES, releases=AT_ONCE) as first,
+        Trainer(first.grpc) as trainer,
+    ):
         port = int(first.grpc.rpartition(":")[2])
         subscriber = follow(first, "top", "a", target)
         wait_until_in_sync(first, "top", trainer.publish_all())
     with (
         subscriber,
-        RunningService(tmp_path / "two", grpc_port=port, policies=POLICIES) as second,
+        RunningService(tmp_path / "two", grpc_port=port, policies=POLICIES, releases=AT_ONCE) as second,
         Trainer(second.grpc, run="s", started=2, seed=7) as trainer,
     ):
         wait_until_in_sync(second, "top", trainer.publish_all())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltasync.kernels.ranking import rank_rows, split_amounts, take_largest
+from deltasync.kernels.dirty_rows import rank_rows, split_amounts, take_largest
 
 NORMS = st.sampled_from([0.0, 5e-324, 1e-300, 0.5, np.nextafter(0.5, 1), 1.0, 3.0, 1e100]) | st.floats(0, 1e100)
 

@@ -67,7 +67,7 @@ def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
 
 
 @in_service()
-async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_have_grown(service: Service) -> None:
+async def test_forms_are_computed_again_only_for_grown_tables(service: Service) -> None:
     """Every replica looks at it with every release, of thousands of tables."""
     await publish(service)
     model = service.models["clicks"]
@@ -113,7 +113,7 @@ async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypat
     assert table.stamps.tolist() == [3] * 60
 
 
-async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(
+async def test_rows_of_a_grown_table_are_unpublished_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as service:

@@ -36,9 +36,7 @@ def logged_versions(service: Service) -> set[int]:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_the_log_is_kept_back_to_the_second_newest_checkpoint_which_is_enough(
-    tmp_path: Path, lost: int
-) -> None:
+async def test_the_log_back_to_the_second_newest_checkpoint_is_enough(tmp_path: Path, lost: int) -> None:
     async with opened(tmp_path) as service:
         session = await publish(service)
         for step, left in {2: {1, 2}, 3: {3}, 4: {4}}.items():
@@ -137,7 +135,7 @@ async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
     assert "another" not in model.store.specs
 
 
-def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_again(tmp_path: Path) -> None:
+def test_a_full_cut_applied_again_deletes_the_rows_that_it_lacks(tmp_path: Path) -> None:
     rows = random_rows(0)
     named = np.array([0, 2, 3])
     whole = [(slot, named, rows[slot][named]) for slot in range(2)]
@@ -174,7 +172,7 @@ def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_
     run(tmp_path / "data", check)
 
 
-async def test_rows_of_a_cut_that_have_changed_in_memory_are_not_sent_as_they_came(tmp_path: Path) -> None:
+async def test_rows_of_a_cut_that_changed_in_memory_are_read_from_the_tables(tmp_path: Path) -> None:
     """Replicas would refuse them for ever. Read from the tables, they are found, and the model is loaded again."""
     table, ids = TableSpec("user", 9, 3), np.arange(9)
     local = await LocalModel.opened(tmp_path)

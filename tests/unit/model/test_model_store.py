@@ -69,7 +69,7 @@ def rows_of(shard: Shard, *ids: int) -> RowBatch:
 def recovered(log: LogStore) -> ModelStore:
     """A store that has read the log, as a model does."""
     store = ModelStore(log, "m")
-    store.recover(recorded_models(log).get("m", {"history": "h", "tables": [], "removed": {}}))
+    store.load(recorded_models(log).get("m", {"history": "h", "tables": [], "removed": {}}))
     seals, _ = store.seals()
     store.drop_unsealed(seals[-1].version if seals else 0)
     return store
@@ -116,7 +116,7 @@ def test_layouts_do_not_pile_up_over_runs(opened: Callable[[], LogStore]) -> Non
             assert not list(log.read("layouts/m"))
 
 
-def test_what_an_abandoned_cut_of_a_larger_run_has_left_is_not_read_and_goes_with_the_rest(
+def test_records_of_an_abandoned_cut_are_ignored_and_dropped(
     opened: Callable[[], LogStore],
 ) -> None:
     log = opened()
@@ -284,7 +284,7 @@ def test_one_that_could_not_be_written_is_written_by_the_next_part(
     assert numbers(log) == {use.number}
 
 
-def test_a_cut_of_the_log_does_not_forget_what_a_part_begins_with_meanwhile(
+def test_truncating_the_log_keeps_the_layout_of_a_part_under_way(
     log: LmdbStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts, drop = Layouts(log, "m"), LmdbStore.drop

@@ -142,7 +142,7 @@ def played(scenario: Callable[[], Awaitable[None]], block_bytes: int = 1) -> Non
         asyncio.run(bounded())
 
 
-def test_replicas_that_lack_the_same_share_one_release_as_long_as_any_uses_it() -> None:
+def test_replicas_that_lack_the_same_rows_share_a_release() -> None:
     made = ChangingTables(TABLES)
 
     async def scenario() -> None:
@@ -272,7 +272,7 @@ events = st.one_of(
 
 
 @given(st.lists(changes, min_size=2, max_size=5), st.lists(events, max_size=40), st.integers(1, 200))
-def test_whatever_changes_meanwhile_replicas_hold_the_tables_of_the_head_in_the_end(
+def test_a_large_release_ends_at_the_head_whatever_changes_meanwhile(
     before: list[tuple[str, object]], events: list[tuple[str, object]], block_bytes: int
 ) -> None:
     made = ChangingTables(TABLES[:2], memory_bytes=300)
@@ -316,7 +316,7 @@ def test_whatever_changes_meanwhile_replicas_hold_the_tables_of_the_head_in_the_
     played(scenario, block_bytes)
 
 
-def test_rows_that_change_after_they_were_sent_are_sent_again_and_deleted_ones_named() -> None:
+def test_rows_that_change_or_go_after_their_block_are_sent_again() -> None:
     made = ChangingTables(TABLES[:1], memory_bytes=0)
 
     async def scenario() -> None:
@@ -376,7 +376,7 @@ def test_no_more_than_a_block_is_read_at_a_time() -> None:
     played(scenario, block_bytes=10 * A_BYTES)
 
 
-def test_where_all_rows_change_all_the_time_the_rest_is_frozen_unless_another_is_sent_as_much() -> None:
+def test_the_rest_is_frozen_if_all_rows_keep_changing_and_memory_allows() -> None:
     made = ChangingTables(TABLES[:1], memory_bytes=10 * A_BYTES)
 
     async def taken(copying: Copying, most: int) -> FrozenRelease | None:

@@ -136,7 +136,7 @@ async def test_a_cut_is_kept_for_replicas_only_while_some_follow(service: Servic
 
 
 @in_service()
-async def test_rows_go_to_the_log_and_to_replicas_in_the_bytes_in_which_they_came(service: Service) -> None:
+async def test_log_and_replicas_get_the_bytes_in_which_rows_arrived(service: Service) -> None:
     session = await join(service)
     model = await published(session, service, full_part(1, random_rows(0), WHOLE))
     await model.release(0)

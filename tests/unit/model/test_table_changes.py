@@ -28,7 +28,7 @@ def changed(known: TableSpec, announced: TableSpec, *, later_run: bool = True) -
     return changes("clicks", {known.name: known}, [announced], later_run=later_run)
 
 
-def test_a_run_may_announce_the_same_or_another_table_and_a_later_one_more_rows() -> None:
+def test_which_tables_a_run_may_announce() -> None:
     assert changed(USER, MAP, later_run=False) == [MAP]
     for table in (USER, PARAMETER, BUFFER, MAP):
         assert changed(table, table) == changed(table, table, later_run=False) == []

@@ -35,7 +35,7 @@ from deltasync.views.registry import ViewRegistry
 async def test_who_could_not_go_on_is_paused_after_a_restart_too(
     service: Service, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    async def fails(*_: Any) -> None:
+    async def fails(*_: Any, **__: Any) -> None:
         raise error
 
     await publish(service)
@@ -43,7 +43,7 @@ async def test_who_could_not_go_on_is_paused_after_a_restart_too(
     await service.brake.pull("c", "", "anna")
     await service.consumers.update("c", Policy(top_k=3))
     with monkeypatch.context() as patch:
-        patch.setattr(ViewRegistry, "begin", fails)
+        patch.setattr(ViewRegistry, "follow", fails)
         with pytest.raises(type(error)):
             await service.brake.release("c", "anna")
     after = ConsumerRegistry(service.logs, 1.0, service.events)

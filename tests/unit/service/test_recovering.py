@@ -51,14 +51,14 @@ class HeldRecovery:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._let_go = threading.Event()
-        recover = ModelStore.recover
+        recover = ModelStore.load
 
         def held(store: ModelStore, record: Mapping[str, Any]) -> None:
             if store._model == "slow":
                 assert self._let_go.wait(WAIT)
             recover(store, record)
 
-        patch.setattr(ModelStore, "recover", held)
+        patch.setattr(ModelStore, "load", held)
 
     def let_go(self) -> None:
         self._let_go.set()
@@ -370,7 +370,7 @@ async def test_the_service_listens_and_is_ready_once_all_are_there(
 async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
-    recover, go = ModelStore.recover, threading.Event()
+    recover, go = ModelStore.load, threading.Event()
 
     def failing(store: ModelStore, record: Mapping[str, Any]) -> None:
         if store._model == "slow":
@@ -379,7 +379,7 @@ async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
         recover(store, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelStore, "recover", failing)
+        patch.setattr(ModelStore, "load", failing)
         service = Starting(data_dir)
         await listening.wait()
         go.set()
@@ -393,14 +393,14 @@ async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
 async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
-    recover, path = ModelStore.recover, data_dir / "checkpoints" / "slow"
+    recover, path = ModelStore.load, data_dir / "checkpoints" / "slow"
 
     def refusing(store: ModelStore, record: Mapping[str, Any]) -> None:
         if store._model == "slow":
             raise volume.refused("no room", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1 << 60)
         recover(store, record)
 
-    monkeypatch.setattr(ModelStore, "recover", refusing)
+    monkeypatch.setattr(ModelStore, "load", refusing)
     async with Starting(data_dir) as service:
         await listening.wait()
         while "a volume refuses writes" not in (await service.ask("/readyz"))[1]:

@@ -22,17 +22,17 @@ from deltasync.log.volume import refused
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers, Sampler
 from deltasync.status.readiness import checks, not_ready
+from deltasync.views.decision import ReleaseOptions
 
 
 def no_memory(_: TableMemory, nbytes: int, what: str) -> None:
     raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 bytes of memory are free")
 
 
-@in_service()
+@in_service(releases=ReleaseOptions(retry_seconds=0.001))
 async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.001)
     session = await publish(service)
     consumer = await service.consumers.create("top", "clicks", Policy(top_k=3))
     with monkeypatch.context() as patch:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,10 @@ from tests.support.releases import live_rows
 from tests.support.seals import sealed
 from tests.support.view_scenarios import (
     ITEM,
+    SINGLE_ROWS,
     TOP,
     USER,
+    before_turns,
     bits_of,
     changed,
     held_by_a_replica,
@@ -35,9 +38,8 @@ from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
-from deltasync.views.registry import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.view import View
+from deltasync.views.view import ReleaseLoop, View
 
 
 class Disk:
@@ -64,6 +66,12 @@ def broken(*_: object) -> None:
     raise ZeroDivisionError("a mistake of ours")
 
 
+def loop_of(view: View, replica: Replica, told: list[Event], pause: float) -> ReleaseLoop:
+    """The loop of a view with a connected replica, which pauses for as many seconds after each failure."""
+    consumer = Consumer("top", "clicks", 0, TOP, {"a": replica})
+    return ReleaseLoop(consumer, view, Events(told.append), lambda: repeat(pause))
+
+
 def _advanced(view: View, replica: Replica) -> bool:
     replica.applied = view.position
     return True
@@ -79,7 +87,7 @@ async def _becomes(wanted: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_release_that_waits_for_the_disk_keeps_no_cut_waiting(
+async def test_cuts_go_on_while_a_release_waits_for_the_disk(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is shown once it is on disk, as of the version that it was made of."""
@@ -109,52 +117,52 @@ async def test_a_release_that_waits_for_the_disk_keeps_no_cut_waiting(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_large_look_is_of_one_version(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rows_compared_in_several_turns_are_of_one_version(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that change while others are compared are compared again, before any of them is taken."""
-    small_blocks(monkeypatch, 2 * USER.row_bytes)
-    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+    local.options = small_blocks(2 * USER.row_bytes)
+    view, turns = await local.prepared_view(TOP), 0
     await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
-    blocks = 0
 
-    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal blocks
-        blocks += function.__name__ == "_go_on"
-        if function.__name__ == "_go_on" and blocks == 2:
-            # Row 2 was compared, row 6 was not, and row 9 had not changed.
+    async def cut_meanwhile(turn: int) -> None:
+        nonlocal turns
+        turns = turn
+        if turn == 3:  # Row 2 was compared, row 6 was not, and row 9 had not changed.
             await local.cut(changed(2, USER, 2, 6, 9))
-        return await on_thread(function, *arguments)
 
-    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    before_turns(monkeypatch, local, cut_meanwhile)
     await view.make_release(Policy(), 0)
-    assert blocks > 2
+    assert turns > 3
     assert view.state.compared_version == 3
-    assert view.state.newest
-    assert view.state.newest.statistics.taken.rows == 8
+    assert view.state.statistics
+    assert view.state.statistics.taken.rows == 8
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_another_run_in_a_look_goes_out_whole(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_begins_between_turns_is_released_whole(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rows do not fit those of the run before."""
-    small_blocks(monkeypatch, 2 * USER.row_bytes)
-    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+    local.options = small_blocks(2 * USER.row_bytes)
+    view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 1, 2, 3))
     other_run = local.batches(changed(2, USER, *range(USER.rows)))
 
-    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "_go_on" and other_run:
-            rows = other_run.copy()
-            other_run.clear()
-            await local.cut_batches(rows, resync=True)
+    async def cut_meanwhile(turn: int) -> None:
+        if turn == 2:
+            await local.cut_batches(other_run, resync=True)
             await local.cut(changed(3, USER, 4, 5))
-        return await on_thread(function, *arguments)
 
-    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    before_turns(monkeypatch, local, cut_meanwhile)
     await view.make_release(TOP, 0)
     assert view.state.compared_version == 4
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_whose_seal_the_loop_has_not_seen_is_released_whole(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As soon as its seal is on disk, it is."""
     model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
     await local.cut(changed(1, USER, 1, 2, 3))
@@ -162,15 +170,15 @@ async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypa
     seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
 
     async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ != "_begin":
+        if function.__name__ != "_turn" or model.seals.newest_version == 3:
             return await on_thread(function, *arguments)
         committed = asyncio.create_task(commit(model, seal, other_run))
         await asyncio.sleep(0)  # It waits for the log.
         while model.submit(lambda: model.tables.seal).result(20) != seal:
             pass  # This loop does not know yet that the cut is durable.
-        drawn = await on_thread(function, *arguments)
+        more = await on_thread(function, *arguments)
         await committed
-        return drawn
+        return more
 
     monkeypatch.setattr(model, "on_thread", cut_before)
     await view.make_release(TOP, 0)
@@ -178,30 +186,28 @@ async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypa
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_new_table_and_another_run_go_out_together(
+async def test_a_new_table_and_a_new_run_are_released_together(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run began while the table was copied: rows of the table that was there fit no others any more."""
-    small_blocks(monkeypatch, 4 * USER.row_bytes)
-    view, on_thread = await local.prepared_view(Policy(tables=("item",), top_k=1)), local.model.on_thread
+    local.options = small_blocks(4 * USER.row_bytes)
+    view = await local.prepared_view(Policy(tables=("item",), top_k=1))
     other_run = local.batches(changed(2, USER, *range(USER.rows)) | changed(2, ITEM, *range(ITEM.rows)))
 
-    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "_go_on" and other_run:
-            rows = other_run.copy()
-            other_run.clear()
-            await local.cut_batches(rows, resync=True)
-        return await on_thread(function, *arguments)
+    async def cut_meanwhile(turn: int) -> None:
+        if turn == 2:
+            await local.cut_batches(other_run, resync=True)
 
-    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    before_turns(monkeypatch, local, cut_meanwhile)
     before = view.position.number
     await view.prepare(TOP)
-    assert not other_run
     assert (view.position.number, view.state.compared_version, view.state.backlog_rows) == (before + 1, 2, 0)
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_tables_under_way_keep_nobody_waiting(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cuts_go_on_while_new_tables_wait_for_the_disk(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Disk(monkeypatch, ViewLog, "write")
     view = local.view()
     preparing = asyncio.create_task(view.prepare(TOP))
@@ -214,16 +220,15 @@ async def test_tables_under_way_keep_nobody_waiting(local: LocalModel, monkeypat
     assert not any(name.startswith("model-") for name in disk.threads)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_begin"), (ViewLog, "write"), (ReleaseMaker, "plan")])
-async def test_an_unforeseen_error_is_told_and_tried_again(
+@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_turns"), (ViewLog, "write"), (ReleaseMaker, "plan")])
+async def test_an_unexpected_error_is_reported_and_retried(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
     """It neither ends the service nor keeps other consumers from anything."""
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view = local.view()
     replica = Replica("a", stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    loop = loop_of(view, replica, told, 0.001)
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
             if name != "plan":
@@ -243,13 +248,12 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_in_force(
+async def test_a_policy_is_in_force_although_the_log_refuses_a_release(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view, replica = local.view(), Replica("a", stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    loop = loop_of(view, replica, told, 0.001)
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
             patch.setattr(ViewLog, "write", refuse)
@@ -262,14 +266,14 @@ async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_
     assert {each.text for each in told if each.error} == {"its releases cannot be made; the service retries"}
 
 
-async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 3600)
-    monkeypatch.setattr("deltasync.base.waiting._LONGEST_SECONDS", 3600)
+async def test_an_error_at_every_version_is_reported_once(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Event] = []
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
-    monkeypatch.setattr(ReleaseMaker, "_begin", broken)
+    loop = loop_of(view, replica, told, 3600.0)
+    monkeypatch.setattr(ReleaseMaker, "_turns", broken)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
         for seed in range(5):
@@ -280,7 +284,7 @@ async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeyp
     assert len(told) == 1
 
 
-def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: LocalModel) -> None:
+def test_a_partly_applied_version_is_released_to_nobody(runner: asyncio.Runner, local: LocalModel) -> None:
     """One that could be applied only in part so far."""
 
     async def scenario() -> None:
@@ -310,27 +314,25 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
 
 
 @pytest.mark.parametrize("policy", [Policy(top_k=1000), Policy(value_type=ValueType.INT8), Policy(mode=Mode.IDS)])
-async def test_a_release_has_its_rows_as_of_its_version_though_they_change_while_it_takes_them(
+async def test_rows_that_change_during_an_update_keep_their_version(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    monkeypatch.setattr("deltasync.views.making._TURN_SECONDS", 0)
-    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
+    local.options = SINGLE_ROWS
     other = await local.prepared_view(policy, "other")
     view, consumer = await local.prepared_view(policy), Consumer("top", "clicks", 1, policy)
     await local.cut(changed(1, USER, *range(9)) | changed(1, ITEM, 1, 2))
     await other.make_release(policy, 0)  # Nothing changes while it is made.
-    on_thread, cuts = local.model.on_thread, 0
+    cuts = 0
 
-    async def with_cuts(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def with_cuts(turn: int) -> None:
         nonlocal cuts
-        if function.__name__ == "_go_on":
+        if local.model.tables[0].before_change:  # It has begun to update rows.
             cuts += 1
             consumer.pause = Pause.now("it has begun, so it is made")
             await local.cut(changed(1 + cuts, USER, *range(cuts % 3, 9, 3)))
-        return await on_thread(function, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.model, "on_thread", with_cuts)
+        before_turns(patch, local, with_cuts)
         await view.make_release(policy, 0, lambda: consumer.pause is None)
     assert cuts > 3
     assert view.state.head
@@ -349,12 +351,11 @@ async def test_a_release_has_its_rows_as_of_its_version_though_they_change_while
     assert (await bits_of(local.view())).tables == (await bits_of(local.view("other"))).tables
 
 
-async def test_a_damaged_row_that_a_cut_overwrites_while_a_release_takes_rows_fails_the_release(
+async def test_a_damaged_row_overwritten_during_an_update_fails_the_release(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cut is none the worse: it brings the row whole."""
-    monkeypatch.setattr("deltasync.views.making._TURN_SECONDS", 0)
-    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
+    local.options = SINGLE_ROWS
     view = await local.prepared_view(Policy())
     await local.cut(changed(1, USER, *range(9)))
     on_thread = local.model.on_thread
@@ -362,20 +363,21 @@ async def test_a_damaged_row_that_a_cut_overwrites_while_a_release_takes_rows_fa
     def harm() -> None:
         local.model.tables[0].rows[8, 0] += 1
 
-    async def with_a_cut(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "_go_on" and local.model.seals.newest_version == 2:
+    async def with_a_cut(turn: int) -> None:
+        if local.model.tables[0].before_change and local.model.seals.newest_version == 2:
             await on_thread(harm)
             await local.cut(changed(2, USER, 8))
-        return await on_thread(function, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.model, "on_thread", with_a_cut)
+        before_turns(patch, local, with_a_cut)
         with pytest.raises(DamagedRows, match="user"):
             await view.make_release(Policy(), 0)
     assert local.model.position.number == 3
 
 
-async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_stops_a_release_that_is_comparing_rows(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To look at what has changed may take long: by then the newest version may be one in quarantine."""
     policy = Policy(top_k=1000)
     view = await local.prepared_view(policy)
@@ -384,15 +386,13 @@ async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch:
     loop, before = ReleaseLoop(consumer, view, Events()), view.position
     await local.cut({USER.name: {7: np.ones(USER.dim, "<f4")}})
 
-    async def poisoned_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "_begin":
+    async def poisoned_meanwhile(turn: int) -> None:
+        if turn == 1:
             consumer.pause = Pause.now("the service itself")
             await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
-        return await on_thread(function, *arguments)
 
-    on_thread = local.model.on_thread
     with monkeypatch.context() as patch:
-        patch.setattr(local.model, "on_thread", poisoned_meanwhile)
+        before_turns(patch, local, poisoned_meanwhile)
         await loop._advance()
     assert (consumer.pause is None, view.position) == (False, before)
     await local.model.tables.remove(ITEM.name)

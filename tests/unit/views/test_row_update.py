@@ -24,7 +24,7 @@ def test_a_copy_that_begins_between_two_pieces_has_the_rows_of_both() -> None:
     change(source, 1)
     view = ViewTable(source, TableForm.unchanged(SPEC))
     view.copy(IDS)
-    view.copied(1)
+    view.note_clean(1)
     change(source, 2)
     update = RowUpdate(view, IDS, np.zeros(SPEC.rows), 2)
     update.begin()

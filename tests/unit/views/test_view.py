@@ -2,13 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, TOP, USER, changed, is_due, refuse, small_blocks
+from tests.support.view_scenarios import ITEM, TOP, USER, before_turns, changed, is_due, refuse, small_blocks
 
 from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
@@ -47,7 +45,7 @@ async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
     assert not view.continue_from(Position(held.history, local.model.position.number + 1))[0].yes
 
 
-async def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(local: LocalModel) -> None:
+async def test_the_backlog_of_a_table_goes_with_the_table(local: LocalModel) -> None:
     narrow, wide = Policy(tables=("item",), top_k=1), Policy(top_k=1)
     view = await local.prepared_view(wide)
     await local.cut(changed(1, USER, 3, 4, 5))
@@ -117,17 +115,19 @@ async def test_without_room_for_a_table_the_view_stays_as_it_was(
 
 
 @pytest.mark.parametrize("policy", [Policy(value_type=ValueType.INT8), Policy(top_k=1), Policy(mode=Mode.IDS)])
-async def test_the_first_release_is_of_the_version_that_it_names_while_cuts_go_on(
+async def test_the_first_release_equals_its_version_while_cuts_go_on(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
+    local.options = small_blocks(300)
     await equals_its_version(local, monkeypatch, local.view(), policy)
 
 
 @pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16, ValueType.FP32])
-async def test_the_release_after_a_change_of_policy_is_of_one_version_too(
+async def test_the_release_after_a_policy_change_equals_its_version(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
 ) -> None:
     """Of a table that it makes, and of one that was there."""
+    local.options = small_blocks(300)
     view = await local.prepared_view(Policy(tables=("item",), value_type=ValueType.FP16))
     await equals_its_version(local, monkeypatch, view, Policy(value_type=value_type))
 
@@ -136,17 +136,15 @@ async def equals_its_version(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, view: View, policy: Policy
 ) -> None:
     """See that a release, before each block of which a cut comes, is of the version and the step that it names."""
-    small_blocks(monkeypatch, 300)
-    on_thread, seed = local.model.on_thread, 0
+    seed = 0
 
-    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+    async def cut_before(turn: int) -> None:
         nonlocal seed
-        if function.__name__ == "_go_on" and seed < 9:
+        if 1 < turn <= 10:
             seed += 1
             await local.cut(changed(seed, USER, seed, 39) | changed(seed, ITEM, seed, 29))
-        return await on_thread(function, *arguments)
 
-    monkeypatch.setattr(local.model, "on_thread", cut_before)
+    before_turns(monkeypatch, local, cut_before)
     await view.prepare(policy)
     assert view.state.head
     assert seed > 5

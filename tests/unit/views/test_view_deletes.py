@@ -1,15 +1,13 @@
 """Deletes, and what belongs together: nobody keeps a row that is no more, nor sees the half of a release."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import deleted_rows
-from tests.support.view_scenarios import held_by_a_replica, refuse, small_blocks
+from tests.support.view_scenarios import before_turns, held_by_a_replica, refuse, small_blocks
 from tests.unit.views.models import Models
 
 from deltasync.base.errors import StorageFailed
@@ -102,19 +100,18 @@ async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
     """Whether the rows are new in this form, or both are new; `top_k` leaves other rows for later."""
     await local.add(TableSpec("norm", 1, 1))
     await local.cut({"norm": {0: np.ones(1, np.float32)}})
-    view, on_thread, blocks = await local.prepared_view(first), local.model.on_thread, 0
-    small_blocks(monkeypatch, 100)
+    local.options = small_blocks(100)
+    view, turns = await local.prepared_view(first), 0
 
-    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
-        nonlocal blocks
-        blocks += function.__name__ == "_go_on"
-        if function.__name__ == "_go_on" and blocks == block:
+    async def cut_before(turn: int) -> None:
+        nonlocal turns
+        turns = turn
+        if turn == block + 1:
             await local.cut(owned({1: 10, 2: 20, 3: 30}))
-        return await on_thread(function, *arguments)
 
-    monkeypatch.setattr(local.model, "on_thread", cut_before)
+    before_turns(monkeypatch, local, cut_before)
     await view.prepare(TOP)
-    assert blocks >= block
+    assert turns > block
     await check_owners(view)
     view = (await models.open()).view()
     assert view.may_serve(TOP)
@@ -184,7 +181,7 @@ def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) ->
         for rows in (np.arange(40), np.array([9])):
             tables.append(ViewTable(source, TableForm(spec, kind, Mode.EMBEDDINGS), stamp=1))
             tables[-1].copy(rows)
-            tables[-1].copied(1)
+            tables[-1].note_clean(1)
         source.apply(deletes, 2)
         assert [dirty_after(each, 1) for each in tables] == [[3, 9], [9]]
         table = tables[0]
@@ -215,7 +212,7 @@ def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> 
     with not_shared_yet():
         table = ViewTable(source, TableForm.unchanged(spec), stamp=1)
         table.copy(np.arange(4))
-        table.copied(1)
+        table.note_clean(1)
         write(2, 2, 1)
         assert dirty_after(table, 1) == [1]
         write(1, 3, 1)

@@ -1,7 +1,5 @@
 """Views: what fails takes nothing else with it, in one process."""
 
-from collections import deque
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
+    SINGLE_ROWS,
     TOP,
     USER,
     bits_of,
@@ -28,7 +27,7 @@ from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull
-from deltasync.model.releases import FrozenRelease, Head
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
 from deltasync.views.table import EncodedTable
 from deltasync.views.view import View
@@ -49,7 +48,7 @@ async def refused_release(local: LocalModel, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("then", ["nothing", "a cut", "a restart", "another policy"])
-async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_first(
+async def test_a_refused_release_is_hidden_and_written_first(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Else replicas at the release before would hold different bits."""
@@ -86,7 +85,7 @@ async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_fir
     assert (await models.open()).view().seal_of(held.number) == held.seal
 
 
-async def test_a_checkpoint_has_a_release_that_a_full_log_refuses(
+async def test_a_checkpoint_includes_a_release_refused_by_a_full_log(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be no room in the log before it is cut, and it is cut once there are checkpoints."""
@@ -177,10 +176,9 @@ async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> N
     assert "row 7" in local.model.tables.failed
 
 
-async def test_rows_that_cannot_be_taken_are_shown_to_nobody(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_half_updated_release_is_hidden(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some may be of the release by then, and others not."""
+    local.options = SINGLE_ROWS
     view, apply, calls = await local.prepared_view(TOP), EncodedTable.apply, count()
 
     def broken(table: EncodedTable, *arguments: Any) -> None:
@@ -188,26 +186,9 @@ async def test_rows_that_cannot_be_taken_are_shown_to_nobody(
             raise MemoryError
         apply(table, *arguments)
 
-    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
     monkeypatch.setattr(EncodedTable, "apply", broken)
     await local.cut(changed(1, USER, 3, 4))
     with pytest.raises(DamagedRows):
         await view.make_release(Policy(), 0)
     with pytest.raises(ServiceUnavailable):
         await view.release(0)
-
-
-async def test_versions_of_releases_are_found_while_others_are_made(local: LocalModel) -> None:
-    """Releases are made on the model's thread, versions are asked for on another."""
-    view = await local.prepared_view(TOP)
-    history, later = view._maker.history, count(13)
-
-    @dataclass(frozen=True)
-    class Meanwhile(Head):
-        def __getattribute__(self, name: str) -> Any:
-            if name == "number":
-                history.add(Head(next(later), 9, 0, 0), 0)
-            return super().__getattribute__(name)
-
-    history._heads = deque([Head(10, 2, 0, 0), Meanwhile(11, 3, 0, 0), Meanwhile(12, 4, 0, 0)])
-    assert [view.version_of(number) for number in (12, 11, 10)] == [4, 3, 2]

@@ -73,7 +73,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("policy", [TOP, Policy()])
-async def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view_of_its_own(
+async def test_a_consumer_created_during_a_delete_has_a_new_view(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     async with opened(tmp_path) as service:
@@ -93,7 +93,7 @@ async def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_
         assert log_of(service).items("view/") == {}
 
 
-async def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
+async def test_a_consumer_deleted_during_its_creation_leaves_no_view(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next of its name would be given releases by the policy of one that is gone."""
@@ -143,7 +143,7 @@ async def test_a_view_that_could_not_be_made_is_made_later(
         assert isinstance(service.consumers.feed(consumer), View)
 
 
-async def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has_a_view_of_its_own(
+async def test_a_consumer_created_after_a_failed_delete_has_a_new_view(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as service:
@@ -156,7 +156,7 @@ async def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_l
         assert service.consumers.feed(created) is not old
 
 
-async def test_of_two_who_ensure_a_new_consumer_at_once_both_succeed_and_the_last_wins(tmp_path: Path) -> None:
+async def test_the_last_of_two_concurrent_ensures_wins(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         for each in range(10):
             wanted = [ConsumerOptions(f"c{each}", "clicks", Policy(top_k=top_k)) for top_k in (3, 4)]

@@ -16,7 +16,7 @@ from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel, Rows
 from tests.support.plain_view import DirtyRow, PlainHeld, PlainModel, PlainRelease, PlainTable, norm_of
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import bits_of, refuse
+from tests.support.view_scenarios import bits_of, refuse, small_blocks
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.words import counted
@@ -29,7 +29,6 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.feed import RowTotals
 from deltasync.model.releases import FrozenRelease
-from deltasync.views import making
 from deltasync.views.log import ViewLog
 from deltasync.views.table import ViewTable
 
@@ -89,7 +88,7 @@ class Play:
     def __init__(self, directory: Path, policy: Policy) -> None:
         self.policy = policy
         self.plain = PlainModel()
-        self.local = LocalModel(directory)
+        self.local = LocalModel(directory, options=small_blocks(100))
         self.view = self.local.view()
         self.replicas = [PlainReplica() for _ in range(REPLICAS)]
         self.at: dict[Position, dict[str, int]] = {}
@@ -196,10 +195,10 @@ class Play:
     async def restart(self, _: Any) -> None:
         before = await bits_of(self.view)
         await self.local.close()
-        self.local = await LocalModel.opened(self.local.directory)
+        self.local = await LocalModel.opened(self.local.directory, options=small_blocks(100))
         assert self.local.lost == {}
         self.view = self.local.view()
-        if before.newest:
+        if before.head:
             assert await bits_of(self.view) == before
             await self.check_held()
 
@@ -283,8 +282,8 @@ class Play:
 
     def check_statistics(self, expected: PlainRelease, new: Sequence[PlainHeld]) -> None:
         state = self.view.state
-        assert state.newest
-        statistics = state.newest.statistics
+        assert state.statistics
+        statistics = state.statistics
         check_amount(statistics.backlog, expected.left)
         for number, held in enumerate(self.plain.held):
             backlog = state.backlog[held.form.spec.name]
@@ -379,9 +378,5 @@ def test_a_view_does_what_plain_dictionaries_do(policy: Policy, operations: list
         finally:
             await one.local.close()
 
-    # Rows are copied and compared in several blocks.
-    with (
-        fast_folder() as folder,
-        mock.patch.multiple(making, _TURN_SECONDS=0, _COPIED_BYTES=100, _COMPARED_BYTES=100),
-    ):
+    with fast_folder() as folder:
         asyncio.run(main(Path(folder)))

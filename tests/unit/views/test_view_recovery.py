@@ -20,6 +20,7 @@ from tests.unit.views.models import Models
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.log.records import key_of, pack_json, unpack_json
+from deltasync.views.decision import ReleaseOptions
 from deltasync.views.log import ViewLog, heads_stream, releases_stream, view_name
 from deltasync.views.view import View
 
@@ -77,7 +78,7 @@ async def test_dirty_rows_of_a_checkpoint_come_back(local: LocalModel, models: M
     assert [file.name in problem for problem in local.model.problems] == [True] * damaged
 
 
-async def test_a_look_that_found_nothing_after_a_checkpoint_is_known(local: LocalModel, models: Models) -> None:
+async def test_a_comparison_without_changes_survives_a_restart(local: LocalModel, models: Models) -> None:
     """Else rows that change later would count as dirty since before it."""
     view = await released_twice(local)
     await view.make_release(Policy(), 0)
@@ -92,9 +93,7 @@ async def test_a_look_that_found_nothing_after_a_checkpoint_is_known(local: Loca
     assert local.view().state.oldest_dirty_version == 5
 
 
-async def test_ids_of_a_release_that_never_was_are_not_taken_for_those_of_the_next(
-    local: LocalModel, models: Models
-) -> None:
+async def test_ids_of_an_unfinished_release_do_not_join_the_next(local: LocalModel, models: Models) -> None:
     """A crash came before its head was there. Else replicas that have that number would never get these rows."""
     view = await local.prepared_view(TOP)
     number = view.position.number + 1
@@ -110,9 +109,7 @@ async def test_ids_of_a_release_that_never_was_are_not_taken_for_those_of_the_ne
 
 
 @pytest.mark.parametrize("what", ["a head", "ids", "the newest head", "the first head"])
-async def test_a_view_of_which_the_log_has_lost_something_begins_anew(
-    local: LocalModel, models: Models, what: str
-) -> None:
+async def test_a_view_with_lost_log_records_begins_anew(local: LocalModel, models: Models, what: str) -> None:
     """Only the newest release can be missing without a trace: it never was."""
     view = await released_twice(local)
     history, newest = view.history, view.position.number
@@ -153,10 +150,10 @@ async def test_a_view_with_a_damaged_record_begins_anew(local: LocalModel, model
         ({"seal": 9}, "was made from a version 3 that differs from the model's"),
         ({"after": 9}, "the log lacks releases before release"),
         ({"statistics": {}}, "is invalid"),
-        ({"rows": [3, 0]}, "the log lacks rows of release"),
+        ({"rows_taken": [3, 0]}, "the log lacks rows of release"),
     ],
 )
-async def test_a_view_whose_heads_do_not_go_with_the_model_begins_anew(
+async def test_a_view_whose_heads_contradict_the_model_begins_anew(
     local: LocalModel, models: Models, change: dict[str, object], said: str
 ) -> None:
     view = await released_twice(local)
@@ -173,9 +170,7 @@ async def test_a_view_of_another_history_of_the_model_begins_anew(local: LocalMo
     assert (await models.open()).lost["top"] == "it belongs to another history of the model"
 
 
-async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used(
-    local: LocalModel, models: Models
-) -> None:
+async def test_a_checkpoint_of_an_earlier_view_is_not_used(local: LocalModel, models: Models) -> None:
     """The consumer was deleted, and made again."""
     view = await released_twice(local)
     while view.state.backlog_rows:
@@ -198,11 +193,9 @@ async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used
     assert [record.number for record in local.log.read(HEADS)] == [number - 1, number]
 
 
-async def test_the_log_is_cut_to_what_checkpoints_do_not_have(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_log_is_truncated_to_the_second_newest_checkpoint(local: LocalModel, models: Models) -> None:
     """Heads stay longer: they show of which version older releases were made, and what their seals are."""
-    monkeypatch.setattr("deltasync.views.log.KEPT_HEADS", 3)
+    local.options = ReleaseOptions(known_releases=3)
     view = await local.prepared_view(TOP)
     positions, manifests = [view.position], []
     for seed in range(1, 7):
@@ -222,11 +215,11 @@ async def test_the_log_is_cut_to_what_checkpoints_do_not_have(
     assert [view.seal_of(each.number) for each in positions[-3:]] == [each.seal for each in positions[-3:]]
 
 
-async def test_the_newest_release_and_what_it_took_are_known_again(local: LocalModel, models: Models) -> None:
+async def test_statistics_of_the_newest_release_survive_a_restart(local: LocalModel, models: Models) -> None:
     view = await released_twice(local)
-    newest, backlog = view.state.newest, view.state.backlog
+    newest, backlog = view.state.statistics, view.state.backlog
     state = (await models.open()).view().state
-    assert state.newest == newest
+    assert state.statistics == newest
     assert state.backlog_rows == 2
     assert {name: each.amount for name, each in state.backlog.items()} == {
         name: each.amount for name, each in backlog.items()

@@ -6,21 +6,20 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
-from tests.support.view_scenarios import bits_of
+from tests.support.view_scenarios import before_turns, bits_of, small_blocks
 
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.table_form import Mode
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.views import making
 from deltasync.views.view import View
 
 USER = TableSpec("user", 9, 4)
@@ -82,21 +81,16 @@ class Play:
         name, policy, overdue, cut_before = wish
         policy = self.policies[name] = policy or self.policies.get(name, Policy(top_k=1, max_age_seconds=60))
         overdue = overdue if policy.max_age_seconds else 0
-        view, on_thread, calls = self.local.view(name), self.local.model.on_thread, 0
+        view = self.local.view(name)
 
-        async def meanwhile(function: Any, *arguments: Any) -> Any:
-            nonlocal calls
-            calls += function.__name__ == "_go_on"
-            if function.__name__ == "_go_on" and calls == cut_before:
-                await self.cut({each: {*range(calls, 13, 3)} for each in NAMES})
-            return await on_thread(function, *arguments)
+        async def meanwhile(turn: int) -> None:
+            if turn == cut_before + 1 > 1:
+                await self.cut({each: {*range(cut_before, 13, 3)} for each in NAMES})
 
-        self.local.model.on_thread = meanwhile  # type: ignore[method-assign]
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            before_turns(patch, self.local, meanwhile)
             await view.prepare(policy, overdue)
             await view.make_release(policy, overdue)
-        finally:
-            self.local.model.on_thread = on_thread  # type: ignore[method-assign]
         await self.equals_its_version(view, policy)
 
     async def equals_its_version(self, view: View, policy: Policy) -> None:
@@ -117,7 +111,7 @@ class Play:
         manifests = sorted((self.local.directory / "checkpoints").rglob("*.json"))
         for each in manifests[len(manifests) - lost :] if len(manifests) > 1 else ():
             each.unlink()
-        self.local = await LocalModel.opened(self.local.directory)
+        self.local = await LocalModel.opened(self.local.directory, options=small_blocks(100))
         assert self.local.lost == {}
         for name, bits in before.items():
             assert await bits_of(self.local.view(name)) == bits, name
@@ -165,7 +159,7 @@ STEPS = st.lists(RELEASES | RELEASES | st.tuples(OTHERS), min_size=5, max_size=1
 @given(STEPS, st.integers(0, 1))
 def test_a_view_that_comes_back_is_the_same(steps: list[tuple[Step, ...]], lost: int) -> None:
     async def main(folder: Path) -> None:
-        play = Play(LocalModel(folder))
+        play = Play(LocalModel(folder, options=small_blocks(100)))
         await play.local.add(USER, ITEM, MAP, MEAN)
         everything = {name: set(range(13)) for name in NAMES}
         try:
@@ -180,9 +174,5 @@ def test_a_view_that_comes_back_is_the_same(steps: list[tuple[Step, ...]], lost:
         finally:
             await play.local.close()
 
-    # Rows are copied and compared in several blocks, between which cuts come.
-    with (
-        fast_folder() as folder,
-        mock.patch.multiple(making, _TURN_SECONDS=0, _COPIED_BYTES=100, _COMPARED_BYTES=100),
-    ):
+    with fast_folder() as folder:
         asyncio.run(main(Path(folder)))

@@ -1,6 +1,7 @@
-"""When a consumer's next release is due."""
+"""What the loop of a view does next, and why: a decision of facts alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deltasync.core.policy import Policy
-from deltasync.views.pacing import PACE_VERSIONS, Situation, due
+from deltasync.views.decision import PACE_VERSIONS, Action, Situation, next_action
 
 SECOND = 10**9
 NOW = 1_700_000_000 * SECOND
@@ -37,7 +38,42 @@ def situation(
 
 
 def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
-    return due(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
+    return next_action(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
+
+
+NEW = situation(newest=6)
+
+
+@pytest.mark.parametrize(
+    ("now", "action", "wait", "reason"),
+    [
+        (replace(NEW, paused=True, refused=True), Action.WAIT, None, "the consumer is paused"),
+        (replace(NEW, connected=False, refused=True), Action.WAIT, None, "no replica is connected"),
+        (replace(NEW, refused=True, follows="version 3"), Action.WRITE, 0, "the log refused the last release"),
+        (replace(NEW, follows="version 3", fits=False), Action.FOLLOW, 0, "replicas are to hold version 3"),
+        (
+            replace(NEW, follows="version 3", arrived=True),
+            Action.WAIT,
+            None,
+            "replicas get version 3 and nothing later",
+        ),
+        (replace(NEW, fits=False), Action.TABLES, 0, "the view lacks tables in the form of the policy"),
+        # While tables cannot be made, rows of the others go out.
+        (replace(NEW, fits=False, tables_after_seconds=3), Action.ROWS, 0, "version 6 is new"),
+        (
+            replace(situation(), fits=False, tables_after_seconds=3),
+            Action.WAIT,
+            3,
+            "the policy's tables could not be made; nothing has changed since the last release",
+        ),
+        (NEW, Action.ROWS, 0, "version 6 is new"),
+    ],
+)
+def test_pauses_refusals_kept_versions_and_tables_precede_rows(
+    now: Situation, action: Action, wait: float | None, reason: str
+) -> None:
+    found = next_action(Policy(), now, NOW)
+    assert (found.action, found.seconds, found.reason) == (action, wait, reason)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +93,8 @@ def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> 
         ),
     ],
 )
-def test_why_a_release_is_due_and_why_not(now: Situation, wait: float | None, reason: str) -> None:
-    found = due(Policy(), now, NOW)
+def test_the_reason_why_rows_are_due_or_not(now: Situation, wait: float | None, reason: str) -> None:
+    found = next_action(Policy(), now, NOW)
     assert (found.seconds, found.reason) == (wait, reason)
 
 
@@ -109,12 +145,12 @@ def test_how_long_a_release_waits(now: Situation, interval: float, age: float | 
         ([9000.0, *map(float, range(PACE_VERSIONS, 0, -1))], 2.0),  # the last versions only
     ],
 )
-def test_rows_that_were_left_go_out_at_the_pace_at_which_versions_came(sealed: list[float], pause: float) -> None:
+def test_the_backlog_goes_out_at_the_pace_of_versions(sealed: list[float], pause: float) -> None:
     assert seconds(situation(left=7, released=0.001, sealed=sealed)) == pytest.approx(pause - 0.001)
 
 
 @given(st.integers(3, PACE_VERSIONS), st.floats(0.06, 4.9), st.floats(0, 1e6), st.integers(0, PACE_VERSIONS))
-def test_an_outage_changes_no_pace(versions: int, between: float, outage: float, place: int) -> None:
+def test_an_outage_does_not_change_the_pace(versions: int, between: float, outage: float, place: int) -> None:
     """Wherever it was, and however long: the tail goes out as fast as it would have."""
     sealed = [-number * between - (outage if number > place else 0) for number in range(versions)]
     assert seconds(situation(left=1, released=0.001, sealed=sealed)) == pytest.approx(
@@ -133,7 +169,7 @@ def test_an_outage_changes_no_pace(versions: int, between: float, outage: float,
     interval=st.floats(0, 1e4),
     age=st.none() | st.floats(1e4, 1e5),
 )
-def test_whatever_the_clocks_say_a_release_that_is_due_waits_for_no_longer_than_its_pause(
+def test_a_due_release_waits_at_most_its_pause_whatever_the_clocks_say(
     newest: int,
     compared: int,
     left: int,
@@ -168,7 +204,7 @@ class Feed:
 
     def _next(self) -> int | None:
         newest = sum(at <= self._clock for at in self._sealed)
-        wait = due(self._policy, self._situation(newest), self._clock).seconds
+        wait = next_action(self._policy, self._situation(newest), self._clock).seconds
         if wait == 0:
             self.left = max(0, self.left + 2 * (newest - self.compared) - self._takes)
             self.compared = newest
@@ -192,7 +228,7 @@ class Feed:
 
 
 @given(st.lists(st.integers(1, 5 * SECOND), min_size=1, max_size=12), st.integers(0, 4), st.integers(1, 24))
-def test_a_release_is_made_of_each_version_or_of_an_interval(gaps: list[int], interval: int, takes: int) -> None:
+def test_each_version_or_interval_gets_one_release(gaps: list[int], interval: int, takes: int) -> None:
     sealed = [NOW + after for after in accumulate(gaps)]
     feed = Feed(Policy(min_interval_seconds=interval), sealed, takes)
     feed.run()
