@@ -77,9 +77,7 @@ def test_a_row_of_nan_stops_publishing_until_it_is_finite_again(
     expect(running, trainer.sync, trainer.model)
 
 
-def test_a_long_pause_between_tries_is_not_taken_for_ranks_that_wait_for_each_other(
-    trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_retry_pause_is_not_a_stall(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     trainer.sync._stall._now = trainer.sync._publish_failure._now = lambda: now[0]
     trainer.weight[2, 1] = float("nan")
@@ -203,7 +201,7 @@ def test_of_two_trainers_of_a_model_the_later_one_publishes(running: RunningServ
         trainer.sync.flush(WAIT)
 
 
-def test_a_trainer_that_another_has_taken_over_from_stays_so_after_the_service_has_lost_both(
+def test_a_superseded_trainer_stays_so_after_the_service_lost_both_runs(
     tmp_path: Path,
 ) -> None:
     """However often it has to begin anew: it is no younger for that."""
@@ -227,7 +225,7 @@ def test_a_trainer_that_another_has_taken_over_from_stays_so_after_the_service_h
 
 
 @pytest.mark.parametrize("begins_anew", ["resharded", "from a checkpoint"])
-def test_a_trainer_that_another_has_taken_over_from_does_not_follow_it_as_another_run(
+def test_a_superseded_trainer_does_not_continue_as_another_run(
     running: RunningService, trainer: Trainer, begins_anew: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, later = trainer.sync.state_dict(), Trainer(running)

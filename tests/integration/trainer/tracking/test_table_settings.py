@@ -120,7 +120,7 @@ def test_rows_that_change_are_marked(fields: dict[str, Any], settings: dict[str,
 
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 @pytest.mark.parametrize("precomputed", [False, True])
-def test_gradients_that_are_written_back_once_for_each_id_change_the_same_rows(precomputed: bool) -> None:
+def test_gradients_written_back_once_per_id_change_the_same_rows(precomputed: bool) -> None:
     extra = UserEnabledConfigDefinition(
         use_writeback_bwd_prehook=True, writeback_first_feature_only=True, precompute_writeback=precomputed
     )

@@ -45,7 +45,7 @@ def test_all_tables_are_named_and_many_rows_are_counted() -> None:
         verification.check()
 
 
-def test_rows_that_were_marked_or_deleted_since_the_last_check_are_as_they_should_be() -> None:
+def test_rows_marked_or_deleted_since_the_last_check_are_fine() -> None:
     held = table()
     stamps, verification = verified(held)
     for _ in range(3):

@@ -19,8 +19,8 @@ from deltasync.trainer.tracking.options import TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING
 
-# malloc returns blocks above this size to the system as soon as they are freed.
-_LARGE_BYTES = 32 << 20
+# malloc may return freed memory of this size to the system. Reads then touch new pages, and take twice as long.
+_LARGE_BYTES = 1 << 20
 
 
 class ReadMemory:
