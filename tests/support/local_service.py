@@ -57,7 +57,8 @@ async def opened(
 ) -> AsyncIterator[Service]:
     """A service after recovery. `listener` gets all events from the start."""
     async with asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks, clock=clock)
+        options = ServiceOptions(**{"data_dir": data_dir, "look_seconds": 0.001, **settings})
+        service = Service(options, tasks, clock=clock)
         if listener:
             service.events.listen(listener)
         try:

@@ -9,7 +9,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,9 +19,11 @@ from deltasync.access.limits import LimitOptions
 from deltasync.api.application import create_app
 from deltasync.base.clock import Durations
 from deltasync.base.events import EventCounts, EventKind
+from deltasync.base.settings import settings_in
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
 from deltasync.core.policy import FIELDS
+from deltasync.service.options import ServiceOptions
 from deltasync.status.metrics import Figures, families
 
 FOLDER = ROOT / "sync_service/docs/reference"
@@ -124,29 +125,35 @@ def _default(option: click.Option, context: click.Context) -> str:
     return f"`{getattr(default, 'value', default)}`"
 
 
+def _range(least: float, most: float | None) -> str:
+    return f"At least {least:.15g}" if most is None else f"From {least:.15g} to {most:.15g}"
+
+
+_READ_AT = {True: "SIGHUP", False: "start"}
+
+
 def settings() -> str:
     """The page of the settings of `deltasync serve`, and of the limits for peers."""
     context = click.Context(serve, info_name="deltasync serve")
-    options = [each for each in serve.get_params(context) if isinstance(each, click.Option) and each.help]
-    rows = _options(options, context)
+    options = {each.name: each for each in serve.get_params(context) if isinstance(each, click.Option)}
+    rows: list[tuple[str, ...]] = [(*_option(options["config"], context), "start")]
+    for each in settings_in(ServiceOptions):
+        name, default, meaning = _option(options[each.name], context)
+        meaning += "" if each.least is None else f" {_range(each.least, each.most)}."
+        rows.append((f"`{each.variable}`" if each.secret else name, default, meaning, _READ_AT[each.reload]))
     limits = [
-        (
-            f"`{each.name}`",
-            f"{each.default:,}",
-            each.metadata["what"],
-            "start" if each.metadata["fixed"] else "SIGHUP",
-        )
-        for each in fields(LimitOptions)
+        (f"`{each.name}`", f"{each.default:,}", each.help, _READ_AT[each.reload])
+        for each in settings_in(LimitOptions)
     ]
     return (
         "# Settings\n\n"
         "Each setting of `deltasync serve` is a flag, an environment variable, or a key of the TOML file that\n"
         "`--config` names. The flag wins over the variable, and the variable over the file:\n"
-        "`--data-dir`, `DELTASYNC_DATA_DIR`, `data_dir`.\n\n"
-        f"{_table(('setting', 'default', 'meaning'), rows)}\n"
+        "`--data-dir`, `DELTASYNC_DATA_DIR`, `data_dir`. Those marked SIGHUP change while the service\n"
+        "runs. In the file, `consumers` and `limits` are tables.\n\n"
+        f"{_table(('setting', 'default', 'meaning', 'read at'), rows)}\n"
         "## Limits\n\n"
-        "Set one with `--limit NAME=NUMBER` or in the table `[limits]` of the file. Those marked SIGHUP change\n"
-        "while the service runs.\n\n"
+        "Set one with `--limit NAME=NUMBER` or in the table `[limits]` of the file.\n\n"
         f"{_table(('limit', 'default', 'the most', 'read at'), limits)}"
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tests.support.http import HttpStatus
 
-from deltasync.api.process import ServerOptions, run
+from deltasync.api.process import StartProbe, run
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
@@ -35,15 +35,17 @@ class RunningService(HttpStatus):
         **settings: Any,
     ) -> None:
         named = [ConsumerOptions(name, "clicks", policy) for name, policy in (policies or {}).items()]
-        self.options = ServerOptions(
-            service=ServiceOptions(data_dir=data_dir, **settings),
+        self.options = ServiceOptions(
+            data_dir=data_dir,
             grpc_port=grpc_port,
             http_port=http_port,
             consumers=(*CONSUMERS, *named),
             admin_token=admin_token,
             roles=roles,
             drain_seconds=0.1,
+            **settings,
         )
+        self.start_probe: StartProbe | None = None
         self._endpoints = data_dir / "endpoints.json"
         self._failure: BaseException | None = None
 
@@ -85,4 +87,4 @@ class RunningService(HttpStatus):
 
     async def _main(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        await run(self.options, self._stopping)
+        await run(self.options, self._stopping, start_probe=self.start_probe)

@@ -5,23 +5,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
 
 from deltasync.access.roles import Identity
 from deltasync.base.errors import InvalidInput, LimitReached
+from deltasync.base.settings import changed, setting, settings_in
 
 
-def _limit(most: int, what: str, *, fixed: bool = False) -> Any:
-    return field(default=most, metadata={"what": what, "fixed": fixed})
+def _limit(most: int, what: str, *, fixed: bool = False) -> int:
+    return setting(most, what, reload=not fixed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits.
-
-    A field's metadata has `what` it limits, and whether it is `fixed` while the service runs.
-    """
+    """The limits, each declared with what it limits, and whether it is `fixed` while the service runs."""
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
@@ -51,18 +49,17 @@ class LimitOptions:
                 raise InvalidInput(f"limit {name}: {most!r}, expected a whole number of at least 1")
 
     @classmethod
-    def described(cls, settings: object) -> "LimitOptions":
-        """The limits from a table of a configuration; a missing one has its default.
-
-        Raises:
-            InvalidInput: a limit does not exist or is not a number.
-        """
-        if not isinstance(settings, Mapping):
+    def read(cls, table: object, flags: Mapping[str, str]) -> "LimitOptions":
+        """The limits of the configuration's table and of flags, which win; a missing one has its default."""
+        if not isinstance(table, Mapping):
             raise InvalidInput("limits: expected a table of limits by name")
-        names = [each.name for each in fields(cls)]
-        if unknown := sorted(settings.keys() - set(names)):
+        numbers = {
+            name: int(text) if text.isdecimal() and len(text) < 20 else text for name, text in flags.items()
+        }
+        names = [each.name for each in settings_in(cls)]
+        if unknown := sorted({*table, *flags} - set(names)):
             raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(names)}")
-        return cls(**settings)
+        return cls(**{**table, **numbers})
 
     def within(self, files: int) -> "LimitOptions":
         """These limits, with fewer connections if the process may not open enough `files`.
@@ -125,19 +122,13 @@ class Limits:
     def take(self, options: LimitOptions) -> str:
         """Switch to other limits, except fixed ones; return the changes in words."""
         before, after = vars(self.options), vars(options)
-        fixed = {each.name for each in fields(LimitOptions) if each.metadata["fixed"]}
-        self.options = replace(options, **{name: before[name] for name in fixed})
-        changed = [name for name in after if after[name] != before[name]]
-        words = [f"limit {name}: {after[name]}, was {before[name]}" for name in changed if name not in fixed]
-        later = [f"limit {name}: {after[name]} after the next start" for name in changed if name in fixed]
-        return "; ".join(words + later)
+        now, later = changed(self.options, options)
+        self.options = replace(self.options, **{name: after[name] for name in now})
+        words = [f"limit {name}: {after[name]}, was {before[name]}" for name in now]
+        return "; ".join([*words, *(f"limit {name}: {after[name]} after the next start" for name in later)])
 
     def check(self, name: str, number: int) -> None:
-        """Check a number against a limit.
-
-        Raises:
-            LimitReached: the number is too large; the message names the limit.
-        """
+        """Check a number against a limit."""
         most = getattr(self.options, name)
         if number > most:
             self.refused[name] += 1
@@ -145,11 +136,7 @@ class Limits:
             raise LimitReached(text, detail=f"; these would be {number}")
 
     def check_more(self, name: str, more: int = 1) -> None:
-        """Check that a limit allows `more` on top of its current use.
-
-        Raises:
-            LimitReached: it does not; the message names the limit.
-        """
+        """Check that a limit allows `more` on top of its current use."""
         if more > 0:  # A lowered limit takes nothing from its current users.
             self.check(name, self.number(name) + more)
 
@@ -159,11 +146,7 @@ class Limits:
 
     @contextmanager
     def taking(self, name: str, number: int = 1) -> Iterator[None]:
-        """Add to the current use of a limit while the block runs.
-
-        Raises:
-            LimitReached: the limit does not allow it.
-        """
+        """Add to the current use of a limit while the block runs."""
         self.check_more(name, number)
         self.add(name, number)
         try:
@@ -172,8 +155,9 @@ class Limits:
             self.add(name, -number)
 
 
+@cache
 def _what(name: str) -> str:
-    return next(str(each.metadata["what"]) for each in fields(LimitOptions) if each.name == name)
+    return next(each.help for each in settings_in(LimitOptions) if each.name == name)
 
 
 @dataclass(frozen=True)
@@ -229,9 +213,6 @@ class StreamLimits:
 
         Peers `without_role` may only ask for the service's health. They share a small limit, or they could use up
         the streams of all others.
-
-        Raises:
-            LimitReached: there are too many streams, or they are opened too fast.
         """
         self._note_open(peer, "opens_per_second_per_peer")  # First, as a refusal must not cost other peers tokens.
         self._note_open(_ALL, "opens_per_second")

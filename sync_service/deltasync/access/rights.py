@@ -248,12 +248,7 @@ class Access:
 
 
 def check(opened: OpenCall) -> None:
-    """Check that the caller has the required role, and that its own name for itself can be logged.
-
-    Raises:
-        NotPermitted: the role is missing.
-        InvalidInput: the name is too long or not printable.
-    """
+    """Check that the caller has the required role, and that its own name for itself can be logged."""
     _check(opened)
     says = opened.credentials.says
     if len(says) > _LONGEST_BY or not says.isprintable():
@@ -262,12 +257,7 @@ def check(opened: OpenCall) -> None:
 
 
 def check_name(opened: OpenCall, message: object) -> None:
-    """Check the caller's role for the model or consumer in the first message.
-
-    Raises:
-        NotPermitted: the role is missing.
-        InvalidInput: the name is too long.
-    """
+    """Check the caller's role for the model or consumer in the first message."""
     name = opened.need.name(message)
     if name and len(name) > _LONGEST_NAME:
         raise InvalidInput(
@@ -298,9 +288,6 @@ class RolesFile:
 
     Attributes:
         roles: its newest valid content.
-
-    Raises:
-        InvalidInput: the file is unreadable or wrong.
     """
 
     def __init__(self, path: Path) -> None:

@@ -50,11 +50,7 @@ class Grant:
 
     @classmethod
     def parse(cls, text: str) -> "Grant":
-        """Parse a grant such as `read`, `admin`, `publish:clicks` or `subscribe:mobile-*`.
-
-        Raises:
-            InvalidInput: the text is not a grant.
-        """
+        """Parse a grant such as `read`, `admin`, `publish:clicks` or `subscribe:mobile-*`."""
         name, colon, pattern = text.partition(":")
         roles = {role.value: role for role in Role}
         role = roles.get(name)
@@ -77,11 +73,7 @@ class Grant:
 
 
 def grants(texts: Iterable[str]) -> tuple[Grant, ...]:
-    """Parse several grants.
-
-    Raises:
-        InvalidInput: a text is not a grant.
-    """
+    """Parse several grants."""
     return tuple(Grant.parse(text) for text in texts)
 
 
@@ -159,11 +151,7 @@ def may_read() -> bool:
 
 
 def check_may(role: Role, name: str) -> None:
-    """Check that the current caller has a role for a model or consumer.
-
-    Raises:
-        NotPermitted: it does not.
-    """
+    """Check that the current caller has a role for a model or consumer."""
     decision = caller().may(role, name)
     if not decision.yes:
         raise NotPermitted(decision.reason)
@@ -207,11 +195,7 @@ class Roles:
 
 
 def read_roles(path: Path) -> Roles:
-    """Read a roles file; blocks.
-
-    Raises:
-        InvalidInput: the file is unreadable or wrong.
-    """
+    """Read a roles file; blocks."""
     try:
         return roles_of(tomllib.loads(path.read_text()))
     except FileNotFoundError as error:
@@ -221,11 +205,7 @@ def read_roles(path: Path) -> Roles:
 
 
 def roles_of(described: Mapping[str, Any]) -> Roles:
-    """The roles in the content of a roles file.
-
-    Raises:
-        InvalidInput: the content is wrong.
-    """
+    """The roles in the content of a roles file."""
     _check_keys("roles file", described, {"tokens", "certificates"})
     tokens = [_token(name, each) for name, each in _tables("tokens", described)]
     certificates = {name: _certificate(name, each) for name, each in _tables("certificates", described)}
@@ -241,11 +221,7 @@ _LONGEST_NAME = 256
 
 
 def checked_token(where: str, token: str) -> str:
-    """Strip blanks, line breaks and a byte order mark from a token.
-
-    Raises:
-        InvalidInput: the token cannot be sent. The message names its source, and shows none of its characters.
-    """
+    """Strip blanks, line breaks and a byte order mark from a token. An error shows none of its characters."""
     stripped = token.strip().strip("\ufeff").strip()
     if not stripped or not (stripped.isascii() and stripped.isprintable()):
         raise InvalidInput(f"{where}: expected one line of printable ASCII characters")

@@ -32,20 +32,6 @@ class TlsOptions:
     key: Path
     client_ca: Path | None = None
 
-    @classmethod
-    def of_settings(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> "TlsOptions | None":
-        """The options from settings; None without any file, which means no TLS.
-
-        Raises:
-            InvalidInput: the certificate or its key is missing.
-        """
-        if cert and key:
-            return cls(cert=cert, key=key, client_ca=client_ca)
-        if cert or key or client_ca:
-            missing = [name for name, path in (("--tls-cert", cert), ("--tls-key", key)) if not path]
-            raise InvalidInput(f"TLS needs a certificate and its key: also give {' and '.join(missing)}")
-        return None
-
     @property
     def files(self) -> list[Path]:
         """All files."""
@@ -53,18 +39,12 @@ class TlsOptions:
 
     @property
     def exposure(self) -> str:
-        """A warning if all users of this machine can read the key; otherwise empty.
-
-        Raises:
-            InvalidInput: the file has disappeared.
-        """
+        """A warning if all users of this machine can read the key; otherwise empty."""
         if readable_by_all(self.key):
             return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
         return ""
 
 
-# Interval between checks for changed files.
-LOOK_SECONDS = 1.0
 # The service closes a connection whose handshake takes longer.
 HANDSHAKE_SECONDS = 10.0
 # Attempts to read files that change during the read.
@@ -92,11 +72,7 @@ class Certificates:
 
     @classmethod
     def read(cls, options: TlsOptions) -> "Certificates":
-        """Read the files. Blocks.
-
-        Raises:
-            InvalidInput: a file is unreadable or not PEM, or the key does not fit the certificate.
-        """
+        """Read the files. Blocks."""
         for _ in range(_TRIES):
             contents = _contents(options)
             try:
@@ -147,14 +123,10 @@ class CertificateFiles:
         newest: the newest valid certificates.
     """
 
-    def __init__(self, options: TlsOptions) -> None:
-        """Read the files.
-
-        Raises:
-            InvalidInput: see `Certificates.read`.
-        """
+    def __init__(self, options: TlsOptions, look_seconds: float) -> None:
+        """Read the files, and look for changes this often."""
         self._options = options
-        self._watch = FileWatch(options.files, LOOK_SECONDS)
+        self._watch = FileWatch(options.files, look_seconds)
         self.newest = Certificates.read(options)
         self._handed = self.newest
 

@@ -185,11 +185,7 @@ def bind_grpc(
     access: Access,
     certificates: CertificateFiles | None,
 ) -> GrpcServer:
-    """Bind the server to its port.
-
-    Raises:
-        ServiceUnavailable: the port is in use.
-    """
+    """Bind the server to its port."""
     server = grpc.aio.server(
         interceptors=[
             AccessInterceptor(access, limits),

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -21,16 +21,16 @@ from fastapi import FastAPI
 
 from deltasync.access.audit import Audit
 from deltasync.access.rights import Access, RolesFile
+from deltasync.access.roles import checked_token
 from deltasync.access.tls import CertificateFiles, TlsOptions
 from deltasync.api.application import create_app
 from deltasync.api.grpc_server import bind_grpc, not_bound
 from deltasync.api.http_server import HttpListener, HttpProtocol, end_silent
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.publish import PublishServicer
-from deltasync.api.reload import Reader, Reload, Reloaded
+from deltasync.api.reload import Reader, Reload
 from deltasync.api.subscribe import StreamCollaborators, SubscribeServicer
-from deltasync.base.addresses import listening_host, may_listen, with_port
-from deltasync.base.arguments import check_name
+from deltasync.base.addresses import may_listen, with_port
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.process import (
@@ -45,7 +45,6 @@ from deltasync.base.progress import Progress
 from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import Alone
 from deltasync.cluster.shared_owners import SharedOwners
-from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.log.brokers import BrokerOptions, connect
 from deltasync.log.jetstream_logs import JetStreamLogs
@@ -64,32 +63,6 @@ _SETTINGS = "the service's settings"
 _SOON_SECONDS = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedLogOptions:
-    """The brokers with the shared log, and this process's identity among the others.
-
-    Attributes:
-        brokers: the brokers.
-        process: name of this process, unique in the service.
-        grpc: gRPC address for others, HOST:PORT; empty = where it listens.
-        http: HTTP address for others, a URL; empty = where it listens.
-        ownership: settings for the ownership of models.
-        accept_risk: serve even if the brokers could lose acknowledged data.
-    """
-
-    brokers: BrokerOptions
-    process: str
-    grpc: str = ""
-    http: str = ""
-    ownership: ClusterOptions = field(default_factory=ClusterOptions)
-    accept_risk: bool = False
-
-    def __post_init__(self) -> None:
-        check_name("process", self.process)
-        if self.http and not self.http.startswith(("http://", "https://")):
-            raise InvalidInput(f"--advertise-http: {self.http!r}: expected a URL, http://HOST:PORT")
-
-
 class Closable(Protocol):
     """Something that runs until it is closed."""
 
@@ -97,44 +70,8 @@ class Closable(Protocol):
         """Stop; blocks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """The settings of a service process.
-
-    Attributes:
-        service: settings for data, storage and limits.
-        host: address to listen on.
-        grpc_port: port for trainers and replicas; 0 = any free port.
-        http_port: port for operators; 0 = any free port.
-        consumers: consumers to create at the start if missing; existing ones get these policies.
-        admin_token: token with role admin besides those of `roles`; None or empty = no such token.
-        roles: roles file, see `access.roles`; None = anyone may publish, subscribe and read.
-        insecure: listen on an address that other machines can reach even without protection.
-        drain_seconds: seconds for open cuts to finish on SIGTERM.
-        read_settings: reads the reloadable settings on SIGHUP; None = no configuration file.
-        tls: TLS files for both ports; None = plain text.
-        shared: brokers of a log shared by several processes; None = a private log.
-        probe: starts a probe, given the gRPC address and the status to update; None = no probe.
-    """
-
-    service: ServiceOptions
-    host: str = "127.0.0.1"
-    grpc_port: int = 50051
-    http_port: int = 8080
-    consumers: tuple[ConsumerOptions, ...] = ()
-    admin_token: str | None = field(default=None, repr=False)
-    roles: Path | None = None
-    insecure: bool = False
-    drain_seconds: float = 5.0
-    read_settings: Reader | None = None
-    tls: TlsOptions | None = None
-    shared: SharedLogOptions | None = None
-    probe: Callable[[str, ProbeStatus], Closable] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "host", listening_host(self.host))
-        if self.shared and not self.service.checkpoints:
-            raise InvalidInput("--log: also give --checkpoints, from which others load a model to take it over")
+# Starts a probe, given the gRPC address and the status to update.
+StartProbe = Callable[[str, ProbeStatus], Closable]
 
 
 @dataclass(frozen=True)
@@ -145,24 +82,25 @@ class Addresses:
     http: str
 
 
-async def serve(options: ServerOptions) -> None:
+async def serve(
+    options: ServiceOptions, read: Reader | None = None, start_probe: StartProbe | None = None
+) -> None:
     """Run the service until SIGTERM or SIGINT, and reload roles, consumers and limits on SIGHUP.
 
-    Raises:
-        StorageFailed: the data directory is damaged or in use.
-        ServiceUnavailable: a port is in use.
+    `read` reads the settings again; None = there is no configuration file.
     """
     write_no_core()
     keep_freed_memory()
     spare_imports()
-    options = _within(options, raise_descriptor_limit())
+    files = raise_descriptor_limit()
     os.umask(0o077)  # Only the service's own user may read a model's rows.
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     reloading = asyncio.Event()
     _on_hangup(asyncio.get_running_loop(), reloading.set)
-    await run(options, stopping, reloading)
+    again = (lambda: _within(read(), files)) if read else None
+    await run(_within(options, files), stopping, reloading, again, start_probe)
 
 
 def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
@@ -178,13 +116,13 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
     signal.signal(signal.SIGHUP, hang_up)
 
 
-def _within(options: ServerOptions, files: int) -> ServerOptions:
-    """Limit connections to the process's file descriptors, now and after each reload.
+def _within(options: ServiceOptions, files: int) -> ServiceOptions:
+    """Limit connections to the process's file descriptors.
 
     Otherwise a peer with many connections could use up the descriptors for the service's own files.
     """
-    limits, read = options.service.limits.within(files), options.read_settings
-    if limits != options.service.limits:
+    limits = options.limits.within(files)
+    if limits != options.limits:
         logger.warning(
             "this process may open only %d files, so http_connections and grpc_connections become %d and %d; "
             "raise the limit on open files (ulimit -n)",
@@ -192,44 +130,36 @@ def _within(options: ServerOptions, files: int) -> ServerOptions:
             limits.http_connections,
             limits.grpc_connections,
         )
-    return replace(
-        options,
-        service=replace(options.service, limits=limits),
-        read_settings=read and partial(_read_within, read, files),
-    )
+    return replace(options, limits=limits)
 
 
-def _read_within(read: Reader, files: int) -> Reloaded:
-    reloaded = read()
-    return replace(reloaded, limits=reloaded.limits.within(files))
-
-
-async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
-    """Run the service until `stopping` is set; the process may also do other work.
-
-    Whenever `reloading` is set, reload the roles, and consumers and limits from the configuration.
-
-    Raises:
-        InvalidInput: other machines can reach an unprotected address, the roles file is wrong, or the TLS files
-            are missing or do not match.
-        StorageFailed: the data directory is damaged or in use.
-        ServiceUnavailable: a port is in use.
-    """
-    exposure = _checked_exposure(options)
+async def run(
+    options: ServiceOptions,
+    stopping: asyncio.Event,
+    reloading: asyncio.Event | None = None,
+    read: Reader | None = None,
+    start_probe: StartProbe | None = None,
+) -> None:
+    """Run the service until `stopping` is set; whenever `reloading` is set, reload roles, consumers and limits."""
+    exposure, admin_token = _checked_exposure(options), _admin_token(options)
     roles = RolesFile(options.roles) if options.roles else None
-    certificates = CertificateFiles(options.tls) if options.tls else None
-    logs = await open_logs(options.shared, options.service.data_dir) if options.shared else None
+    certificates = None
+    if options.tls_cert and options.tls_key:
+        files = TlsOptions(cert=options.tls_cert, key=options.tls_key, client_ca=options.tls_client_ca)
+        certificates = CertificateFiles(files, options.look_seconds)
+    logs = await open_logs(options, options.brokers) if options.brokers else None
     async with asyncio.TaskGroup() as tasks:
-        service = Service(options.service, tasks, logs)
+        service = Service(options, tasks, logs)
         process = ProcessState(draining=service.draining)
-        keep_in(options.service.data_dir / "kernels")
+        keep_in(options.data_dir / "kernels")
         recovery, also = asyncio.create_task(service.recovery.all()), list[asyncio.Task[None]]()
         try:
             await service.consumers.configure(options.consumers, _SETTINGS)
             await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
             if recovery.done():  # Raise a failure before listening.
                 await recovery
-            access = _access(options, service, roles, exposure)
+            access = Access(admin_token, roles.roles if roles else None, Audit(service.events))
+            access.exposure = exposure
             also += [tasks.create_task(each.run()) for each in (service, service.checkpoints, service.versions)]
             if roles:
                 also.append(tasks.create_task(roles.follow(access, service.events)))
@@ -237,9 +167,9 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
                 also.append(tasks.create_task(certificates.follow(service.events, process.certificates_expire)))
             reload_roles = partial(roles.reload, access, service.events) if roles else None
             hung_up = reloading or asyncio.Event()
-            reload = Reload(service.consumers, service.registry, service.limits, service.events)
-            also.append(tasks.create_task(reload.run(hung_up, options.read_settings, reload_roles)))
-            await _listen(service, process, options, tasks, stopping, recovery, access, certificates)
+            reload = Reload(options, service.consumers, service.registry, service.limits, service.events)
+            also.append(tasks.create_task(reload.run(hung_up, read, reload_roles)))
+            await _listen(service, process, start_probe, tasks, stopping, recovery, access, certificates)
         finally:
             service.draining.set()
             for each in (recovery, *also):
@@ -249,10 +179,10 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     logger.info("stopped")
 
 
-def _checked_exposure(options: ServerOptions) -> str:
+def _checked_exposure(options: ServiceOptions) -> str:
     """Log and return a warning about the listening address; empty if it is safe."""
-    roles, insecure = options.roles is not None, options.insecure
-    decision = may_listen(options.host, tls=options.tls is not None, roles=roles, insecure=insecure)
+    tls, roles = options.tls_cert is not None, options.roles is not None
+    decision = may_listen(options.host, tls=tls, roles=roles, insecure=options.insecure)
     if not decision.yes:
         raise InvalidInput(decision.reason)
     if decision.reason:
@@ -260,23 +190,17 @@ def _checked_exposure(options: ServerOptions) -> str:
     return decision.reason
 
 
-async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
-    """Open the shared logs, and check whether the brokers could lose acknowledged data.
-
-    Raises:
-        InvalidInput: they could, and the options do not accept it; or the data directory belongs to a service
-            with a private log, whose checkpoints this process would remove.
-        StorageFailed: no broker is usable.
-    """
-    if (own := data_dir / "log" / "data.mdb").exists():
+async def open_logs(options: ServiceOptions, brokers: BrokerOptions) -> JetStreamLogs:
+    """Open the shared logs, unless the brokers could lose acknowledged data and nobody accepts that."""
+    if (own := options.data_dir / "log" / "data.mdb").exists():
         raise InvalidInput(
-            f"{data_dir} belongs to a service with a private log, {own}; with a shared log, this process would "
-            "remove its checkpoints; give another --data-dir"
+            f"{options.data_dir} belongs to a service with a private log, {own}; with a shared log, this process "
+            "would remove its checkpoints; give another --data-dir"
         )
-    logs = await asyncio.to_thread(JetStreamLogs, options.brokers, options.process)
+    logs = await asyncio.to_thread(JetStreamLogs, brokers, options.process)
     try:
         logs.accepted_risks = await asyncio.to_thread(logs.risks)
-        if logs.accepted_risks and not options.accept_risk:
+        if logs.accepted_risks and not options.accept_log_risk:
             raise InvalidInput(f"{'; '.join(logs.accepted_risks)}; fix this, or accept it with --accept-log-risk")
     except BaseException:
         await asyncio.to_thread(logs.close)
@@ -286,10 +210,14 @@ async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
     return logs
 
 
-def _access(options: ServerOptions, service: Service, roles: RolesFile | None, exposure: str) -> Access:
-    access = Access(options.admin_token, roles.roles if roles else None, Audit(service.events))
-    access.exposure = exposure
-    return access
+def _admin_token(options: ServiceOptions) -> str | None:
+    path, token = options.admin_token_file, options.admin_token
+    if path is None:
+        return checked_token("DELTASYNC_ADMIN_TOKEN or admin_token", token) if token else None
+    try:
+        return checked_token(f"--admin-token-file {path}", path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--admin-token-file {path}: {getattr(error, 'strerror', 'not text')}") from error
 
 
 def sources_of(service: Service, process: ProcessState) -> Sources:
@@ -346,21 +274,21 @@ def streams_of(service: Service) -> StreamCollaborators:
 async def _listen(
     service: Service,
     process: ProcessState,
-    options: ServerOptions,
+    start_probe: StartProbe | None,
     tasks: asyncio.TaskGroup,
     stopping: asyncio.Event,
     recovery: asyncio.Task[None],
     access: Access,
     certificates: CertificateFiles | None,
 ) -> None:
+    options = service.options
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
-    silence_seconds = service.options.silence_seconds
-    publisher = PublishServicer(service.publishing, service.limits, service.events, silence_seconds)
+    publisher = PublishServicer(service.publishing, service.limits, service.events, options.silence_seconds)
     subscriber = SubscribeServicer(streams_of(service))
     server = bind_grpc(
         publisher, subscriber, service.limits, options.host, options.grpc_port, access, certificates
     )
-    endpoints = EndpointsFile(options.service.data_dir, service.events)
+    endpoints = EndpointsFile(options.data_dir, service.events)
     sampler = Sampler(sources_of(service, process), service.events, access)
     sampling = tasks.create_task(sampler.run())
     await asyncio.to_thread(built_commit)  # Read now, as a checkout may change while the service runs.
@@ -376,14 +304,14 @@ async def _listen(
         where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
         if isinstance(service.models.owners, Alone):
             service.models.owners.me = Member("", where.grpc, where.http)
-        logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
+        logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.data_dir)
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
         if recovery.done() and not recovery.exception():
-            async with _among_others(service, options, where):
+            async with _among_others(service, where):
                 server.health.note(serving=True)
                 await endpoints.announce(where, stopped)
-                async with _probing(service, process, options, where):
+                async with _probing(service, process, start_probe, where):
                     await stopped
                     server.health.note(serving=False)
     finally:
@@ -489,15 +417,15 @@ class EndpointsFile:
 
 @contextlib.asynccontextmanager
 async def _probing(
-    service: Service, process: ProcessState, options: ServerOptions, where: Addresses
+    service: Service, process: ProcessState, start_probe: StartProbe | None, where: Addresses
 ) -> AsyncIterator[None]:
     """Run the probe, if any, during the block."""
-    if options.probe is None:
+    if start_probe is None:
         yield
         return
     status = process.probe = ProbeStatus(probe_of(service.models.owners.me.name))
     consumers = asyncio.create_task(service.consumers.keep_probes(status, _SETTINGS))
-    probe = await asyncio.to_thread(options.probe, where.grpc, status)
+    probe = await asyncio.to_thread(start_probe, where.grpc, status)
     try:
         yield
     finally:
@@ -506,30 +434,25 @@ async def _probing(
 
 
 @contextlib.asynccontextmanager
-async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
-    """Take part in the cluster during the block, if the log is shared; hand the models over at the end.
-
-    Raises:
-        StorageFailed, ServiceUnavailable: the brokers are unusable.
-    """
-    shared, logs = options.shared, service.logs
-    if shared is None or not isinstance(logs, JetStreamLogs):
+async def _among_others(service: Service, where: Addresses) -> AsyncIterator[None]:
+    """Take part in the cluster during the block, if the log is shared; hand the models over at the end."""
+    options, logs = service.options, service.logs
+    if (brokers := options.brokers) is None or not isinstance(logs, JetStreamLogs):
         yield
         return
     from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
 
-    brokers = shared.brokers
-    client = await connect(brokers, shared.process)
+    client = await connect(brokers, options.process)
     bucket = NatsBucket(client, BucketOptions(name=f"{brokers.prefix}_owners", replicas=brokers.replicas))
     hosting = service.hosting(logs)
     me = Member(
-        shared.process,
-        shared.grpc or where.grpc,
-        shared.http or where.http,
+        options.process,
+        options.advertise_grpc or where.grpc,
+        options.advertise_http or where.http,
         run=uuid.uuid4().hex,
         started=time.time_ns(),
     )
-    owners = SharedOwners(shared.ownership, me, bucket, hosting, service.events)
+    owners = SharedOwners(ClusterOptions(lease_seconds=options.lease_seconds), me, bucket, hosting, service.events)
     service.join(owners)
     try:
         await owners.start()

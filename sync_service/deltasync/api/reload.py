@@ -2,27 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from deltasync.access.limits import LimitOptions, Limits
+from deltasync.access.limits import Limits
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
+from deltasync.base.settings import changed
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.service.consumers import Consumers
+from deltasync.service.options import ServiceOptions
 
-
-@dataclass(frozen=True)
-class Reloaded:
-    """The reloadable part of a configuration."""
-
-    consumers: tuple[ConsumerOptions, ...]
-    limits: LimitOptions
-
-
-# Reads the configuration. Blocks, and raises InvalidInput if it is wrong.
-Reader = Callable[[], Reloaded]
+# Reads all settings again. Blocks, and raises InvalidInput if they are wrong.
+Reader = Callable[[], ServiceOptions]
 # Reloads the roles file. Raises nothing.
 RolesReload = Callable[[], Awaitable[None]]
 # Model and policy by consumer.
@@ -34,7 +26,15 @@ _BY = "SIGHUP"
 class Reload:
     """Applies a changed configuration. For the event loop."""
 
-    def __init__(self, consumers: Consumers, registry: ConsumerRegistry, limits: Limits, events: Events) -> None:
+    def __init__(
+        self,
+        options: ServiceOptions,
+        consumers: Consumers,
+        registry: ConsumerRegistry,
+        limits: Limits,
+        events: Events,
+    ) -> None:
+        self._options = options
         self._consumers, self._registry, self._limits, self._events = consumers, registry, limits, events
 
     async def run(
@@ -57,17 +57,19 @@ class Reload:
             except Exception as error:  # noqa: BLE001  # must not end the service
                 self._events.emit(EventKind.FAILED, "cannot read the configuration", error)
             else:
-                limits = self._limits.take(reloaded.limits)
-                await self._configure(reloaded.consumers, limits)
+                await self._configure(reloaded)
 
-    async def _configure(self, options: Sequence[ConsumerOptions], limits: str) -> None:
+    async def _configure(self, settings: ServiceOptions) -> None:
+        options, limits = settings.consumers, self._limits.take(settings.limits)
+        _, later = changed(self._options, settings)
         before, failure = self._policies(), None
         try:
             await self._consumers.configure(options, _BY)
         except Exception as error:  # noqa: BLE001  # must not end the service
             failure = error
         consumers = outcome(before, self._policies(), options, self._consumers.shortcomings)
-        text = "; ".join(filter(None, [limits, consumers]))
+        restart = f"after the next start: {', '.join(later)}" if later else ""
+        text = "; ".join(filter(None, [limits, consumers, restart]))
         if failure:
             self._events.emit(EventKind.FAILED, f"only part of the configuration was applied: {text}", failure)
         else:
@@ -97,4 +99,4 @@ def outcome(
         "not in the configuration and unchanged": sorted(after.keys() - names),
     }
     words = "; ".join(f"{what}: {', '.join(some)}" for what, some in names_by_outcome.items() if some)
-    return f"{words or 'no consumers'}; other settings apply at the next start"
+    return words or "no consumers"

@@ -14,11 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of HOST:PORT.
-
-    Raises:
-        InvalidInput: it has another form; the message shows the expected one.
-    """
+    """The host, without brackets, and the port of HOST:PORT."""
     text = address.strip()
     scheme, separator, rest = text.rpartition("://")
     if separator:

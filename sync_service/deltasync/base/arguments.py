@@ -17,9 +17,6 @@ def check_type(call: str, name: str, value: object, *kinds: type, remedy: str = 
         value: the argument.
         kinds: the permitted types.
         remedy: what to do instead.
-
-    Raises:
-        TypeError: it has none of these types.
     """
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
@@ -42,11 +39,7 @@ def type_in_words(value: object) -> str:
 
 
 def number_of(name: str, value: object) -> float:
-    """The value of an argument or a key as a float.
-
-    Raises:
-        InvalidInput: it is not a number, or exceeds a float.
-    """
+    """The value of an argument or a key as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInput(f"{name} {shown(value)}: expected a number")
     try:
@@ -73,13 +66,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` if it is valid for a model, consumer or replica. It is then also a safe file name.
-
-    Raises:
-        TypeError: it is not a string.
-        InvalidInput: it is empty or longer than 128 characters, starts with `.`, or has characters other than
-            letters, digits, `.`, `_` and `-`.
-    """
+    """Return `name` if it is valid for a model, consumer or replica. It is then also a safe file name."""
     if not isinstance(name, str):
         raise TypeError(f"{what} name is {type_in_words(name)}, expected str")
     if not _NAME.fullmatch(name):

@@ -1,13 +1,13 @@
 """The events of a service: how they are emitted, logged, counted and kept for readers."""
 
 import logging
+import math
 import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import takewhile
 
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.logs import FIELDS
@@ -256,14 +256,10 @@ class Events:
             listener(event)
 
 
-# Kinds that peers repeat while a volume refuses writes, and the kinds among them about the state of a rank.
-_OF_AN_OUTAGE = frozenset(
-    {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
-)
-_OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
 # Kinds that repeat with each attempt of a peer or of this process.
 _TRIED_AGAIN = frozenset(
     {
+        EventKind.RANK_LEFT,
         EventKind.PUBLISHER_REFUSED,
         EventKind.REPLICA_REFUSED,
         EventKind.CUT_REFUSED,
@@ -271,7 +267,8 @@ _TRIED_AGAIN = frozenset(
         EventKind.FAILED,
     }
 )
-# The pause before the log repeats such a line, and the number of lines that it remembers.
+# The pause before the log repeats such a line, and the number of lines that it remembers. A flood of refusals must
+# fill neither the disk nor the memory.
 _REPEAT_SECONDS, _LINES = 60.0, 1000
 # Numbers in an error, such as free bytes, may differ with each attempt.
 _NUMBER = re.compile("[0-9]+")
@@ -282,8 +279,7 @@ _AUDITED = frozenset({EventKind.CALL_REFUSED})
 class EventLog:
     """A listener that logs each event as one line, and unexpected errors with their traceback.
 
-    Repeated refusals of a peer, repeated failures and quarantined versions of a model are logged once a minute,
-    with their number. While a volume refuses writes, a repeated event of its peers is logged once.
+    An event that repeats with each attempt is logged once a minute, with the number of those left out.
     """
 
     def __init__(
@@ -293,63 +289,33 @@ class EventLog:
     ) -> None:
         """`keep` gets each logged event above level debug, with the number of its repeats since the last one."""
         self._now, self._keep = now, keep or _keep_nothing
-        self._lines = dict[str, _Line]()  # Earliest time first.
-        self._outage = _Outage()
+        # When each line was last written, and its repeats since then; the latest event is last.
+        self._lines = dict[str, tuple[float, int]]()
 
     def __call__(self, event: Event) -> None:
         """Log an event."""
-        for each in self._outage.due(event):
-            self._write(each)
-
-    def tell_repeats(self) -> None:
-        """Log the repeats of lines older than a minute, and forget lines without repeats.
-
-        Call this regularly, because the event may never occur again.
-        """
-        now = self._now()
-        for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):
-            self._renew(key, now)
-
-    def _write(self, event: Event) -> None:
         if event.kind in _AUDITED:
             if event.subject:  # Events without a subject are only counted.
                 self._keep(event, 0)
-        elif (key := _repeated(event)) is None:
-            self._write_line(event)
-        else:
-            self._repeat(key, event, self._now())
-
-    def _repeat(self, key: str, event: Event, now: float) -> None:
-        # Drop the error, whose traceback would keep the frames of a call alive.
-        kept = replace(event, text=event_text(event), error=None)
-        if line := self._lines.get(key):
-            line.event, line.repeats = kept, line.repeats + 1
-            if line.is_over(now):
-                self._renew(key, now)
             return
-        self._lines[key] = _Line(kept, now)
-        self._write_line(event)
+        if (key := _repeated(event)) is None:
+            self._write(event)
+            return
+        now = self._now()
+        written, repeats = self._lines.pop(key, (-math.inf, 0))
+        if now - written < _REPEAT_SECONDS:
+            self._lines[key] = written, repeats + 1
+            return
+        self._lines[key] = now, 0
         if len(self._lines) > _LINES:
-            self._forget(next(iter(self._lines)))
+            del self._lines[next(iter(self._lines))]
+        self._write(event, repeats)
 
-    def _renew(self, key: str, now: float) -> None:
-        if line := self._forget(key):
-            self._lines[key] = _Line(line.event, now)
-
-    def _forget(self, key: str) -> "_Line | None":
-        """Forget a line. If it has repeats, log them and return it."""
-        line = self._lines.pop(key)
-        if not line.repeats:
-            return None
-        self._write_line(line.event, line.repeats - 1)
-        return line
-
-    def _write_line(self, event: Event, repeats: int = 0) -> None:
-        kept = event.kind.level > logging.DEBUG
-        if not kept and not logger.isEnabledFor(event.kind.level):
-            return
-        if kept:
+    def _write(self, event: Event, repeats: int = 0) -> None:
+        if event.kind.level > logging.DEBUG:
             self._keep(event, repeats)
+        elif not logger.isEnabledFor(event.kind.level):
+            return
         more = f" ({repeats} more like it since the last one)" if repeats else ""
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
         fields = {"event": event.kind.value, **event.subject, "text": event_text(event)}
@@ -365,7 +331,7 @@ def _repeated(event: Event) -> str | None:
     """The key that repeats of an event share; None if every one is logged."""
     if event.kind is EventKind.CUT_QUARANTINED:  # Each has another version; lag reports their number.
         return f"{event.kind.value} {event.subject.get('model')}"
-    if event.kind not in _TRIED_AGAIN:
+    if event.kind not in _TRIED_AGAIN or (event.kind is EventKind.RANK_LEFT and not event.error):
         return None
     return event_line(replace(event, error=None)) + _NUMBER.sub("0", printable(str(event.error)))
 
@@ -389,63 +355,6 @@ def _words(event: Event) -> str:
 def error_text(error: Exception) -> str:
     """An error in words, with its type if it is unexpected."""
     return str(error) if isinstance(error, DeltasyncError) else f"{type(error).__name__}: {error}"
-
-
-class _Outage:
-    """Limits the log lines about peers that retry while a volume refuses writes."""
-
-    def __init__(self) -> None:
-        self._volumes = set[object]()
-        self._logged = set[tuple[object, ...]]()
-        self._ranks = dict[tuple[object, ...], tuple[EventKind, Event]]()  # Kind last logged, and last event.
-
-    def due(self, event: Event) -> list[Event]:
-        """The events to log now. Repeats are dropped during an outage; final states of ranks follow at its end."""
-        if event.kind is EventKind.VOLUME_FAILED:
-            self._volumes.add(event.subject.get("volume"))
-        elif event.kind is EventKind.VOLUME_RECOVERED:
-            self._volumes.discard(event.subject.get("volume"))
-            return [event, *(self._end() if not self._volumes else ())]
-        elif self._volumes and event.kind in _OF_AN_OUTAGE:
-            return [event] if self._is_new(event) else []
-        return [event]
-
-    def _is_new(self, event: Event) -> bool:
-        subject = tuple(event.subject.items())
-        key = event.kind, subject, event.text, type(event.error)
-        new = key not in self._logged
-        if new and len(self._logged) < _LINES:  # Beyond this number, every event is logged.
-            self._logged.add(key)
-            if event.kind in _OF_RANKS:
-                self._ranks[subject] = event.kind, event
-        elif not new and subject in self._ranks:
-            self._ranks[subject] = self._ranks[subject][0], event
-        return new
-
-    def _end(self) -> list[Event]:
-        changed = [event for logged, event in self._ranks.values() if event.kind is not logged]
-        self._logged.clear()
-        self._ranks.clear()
-        return changed
-
-
-@dataclass
-class _Line:
-    """A line of the log that may repeat.
-
-    Attributes:
-        event: its event.
-        written: when it was last written.
-        repeats: number of later events with the same line.
-    """
-
-    event: Event
-    written: float
-    repeats: int = 0
-
-    def is_over(self, now: float) -> bool:
-        """Whether it may be written again."""
-        return now - self.written >= _REPEAT_SECONDS
 
 
 class EventCounts(Counter[EventKind]):

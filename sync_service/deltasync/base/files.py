@@ -10,11 +10,7 @@ from deltasync.base.errors import InvalidInput
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents durably, unless it exists.
-
-    Raises:
-        OSError: a folder cannot be made.
-    """
+    """Make a folder and its missing parents durably, unless it exists."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(exist_ok=True)
@@ -24,11 +20,7 @@ def make_folder(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush the content of a file, or the names in a folder, to disk.
-
-    Raises:
-        OSError: the disk refused it.
-    """
+    """Flush the content of a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -37,11 +29,7 @@ def flush(path: Path) -> None:
 
 
 def readable_by_all(path: Path) -> bool:
-    """Whether every user of the machine may read a file.
-
-    Raises:
-        InvalidInput: the file cannot be found.
-    """
+    """Whether every user of the machine may read a file."""
     try:
         return bool(path.stat().st_mode & stat.S_IROTH)
     except OSError as error:

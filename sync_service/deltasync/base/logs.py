@@ -4,12 +4,12 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import printable
 
-FORMATS = ("auto", "text", "json")
+LogFormat = Literal["auto", "text", "json"]
 LEVELS = ("debug", "info", "warning", "error")
 # The attribute of a log record with the fields of its event.
 FIELDS = "deltasync_fields"
@@ -26,18 +26,15 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
     Call it before gRPC is used.
 
     Args:
-        form: one of `FORMATS`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
+        form: a `LogFormat`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
         levels: see `set_levels`; empty = DELTASYNC_LOG_LEVEL.
-
-    Raises:
-        InvalidInput: one of them has another form.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, level in _LOUD.items():
         logging.getLogger(name).setLevel(level)
     form = form or os.environ.get("DELTASYNC_LOG_FORMAT") or "auto"
-    if form not in FORMATS:
-        raise InvalidInput(f"log format {form!r}: expected one of {', '.join(FORMATS)}")
+    if form not in (formats := get_args(LogFormat)):
+        raise InvalidInput(f"log format {form!r}: expected one of {', '.join(formats)}")
     as_text = sys.stderr.isatty() if form == "auto" else form == "text"
     formatter = _Lines("%(asctime)s %(levelname)s %(name)s %(message)s") if as_text else _json_lines()
     if ours := next((each for each in logging.root.handlers if isinstance(each, _Handler)), None):
@@ -52,21 +49,13 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
 
 
 def set_levels(text: str) -> None:
-    """Set the lowest levels to log: `debug`, or for single loggers too: `info,deltasync.api=debug`.
-
-    Raises:
-        InvalidInput: it has another form; nothing was changed.
-    """
+    """Set the lowest levels to log: `debug`, or for single loggers too: `info,deltasync.api=debug`."""
     for name, level in parse_levels(text).items():
         logging.getLogger(name).setLevel(level)
 
 
 def parse_levels(text: str) -> dict[str, int]:
-    """Parse the text of `set_levels`.
-
-    Raises:
-        InvalidInput: it has another form.
-    """
+    """Parse the text of `set_levels`."""
     parsed = dict[str, int]()
     for each in text.split(","):
         name, equals, level = each.strip().rpartition("=")

@@ -126,9 +126,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
     Args:
         host: an address of IPv4 or IPv6.
         port: 0 = any free port.
-
-    Raises:
-        OSError: this machine does not have the address, or the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches off Nagle's algorithm only for sockets with an explicit protocol.

@@ -175,9 +175,6 @@ def in_shares(work: Callable[[slice], None], rows: int) -> None:
     """Split rows into shares and process them on several cores. Return when all are done. Any thread.
 
     `work` must release the GIL most of the time.
-
-    Raises:
-        the error of the first failed share; other shares may be done.
     """
     count = max(1, min(rows // _LEAST_ROWS, _cores(), _MOST_SHARES))
     first, *others = (slice(rows * share // count, rows * (share + 1) // count) for share in range(count))

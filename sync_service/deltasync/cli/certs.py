@@ -1,13 +1,19 @@
 """`deltasync certs`."""
 
+import ipaddress
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 
 import click
-import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput
@@ -17,6 +23,10 @@ from deltasync.cli.output import say
 _SERVICE = "service"
 # Local names: commands ask 127.0.0.1 by default.
 _LOCAL = ("localhost", "127.0.0.1", "::1")
+_CA = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "deltasync, for a trial")])
+# Signs certificates and nothing else.
+_SIGNS = x509.KeyUsage(False, False, False, False, False, True, False, False, False)
+_HOST = re.compile("[A-Za-z0-9*_][A-Za-z0-9_.-]*")
 
 
 @click.command(context_settings=CONTEXT)
@@ -80,11 +90,7 @@ def write_certificates(
     expiry: datetime,
     servers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Make a CA and certificates for a service, clients and other servers with the host names of each.
-
-    Raises:
-        InvalidInput: a name suits neither a certificate nor a file, or a file exists.
-    """
+    """Make a CA and certificates for a service, clients and other servers with the host names of each."""
     others = [*clients, *servers]
     for name in others:
         check_name("client", name)
@@ -104,12 +110,41 @@ def write_certificates(
 
 def _contents(named: Mapping[str, Sequence[str]], expiry: datetime) -> Iterator[tuple[str, bytes]]:
     """The name and content of each file. `named` has the host names of each certificate."""
-    ca = trustme.CA(organization_name="deltasync, for a trial")
-    yield "ca.pem", ca.cert_pem.bytes()
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    yield "ca.pem", _certificate(_CA, ca_key, ca_key, expiry, x509.BasicConstraints(True, 0), _SIGNS)
     for name, names in named.items():
-        issued = ca.issue_cert(*names, common_name=name, not_after=expiry)
-        yield f"{name}.pem", b"".join(each.bytes() for each in issued.cert_chain_pems)
-        yield f"{name}-key.pem", issued.private_key_pem.bytes()
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        key, hosts = ec.generate_private_key(ec.SECP256R1()), x509.SubjectAlternativeName(map(_host, names))
+        yield f"{name}.pem", _certificate(subject, key, ca_key, expiry, hosts)
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        yield f"{name}-key.pem", private
+
+
+def _certificate(
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    ca_key: ec.EllipticCurvePrivateKey,
+    expiry: datetime,
+    *extensions: x509.ExtensionType,
+) -> bytes:
+    builder = x509.CertificateBuilder(_CA, subject, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_after(expiry).not_valid_before(datetime.now(UTC) - timedelta(hours=1))
+    for each in (
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()),
+        *extensions,
+    ):
+        builder = builder.add_extension(each, critical=isinstance(each, x509.BasicConstraints | x509.KeyUsage))
+    return builder.sign(ca_key, SHA256()).public_bytes(Encoding.PEM)
+
+
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        if not _HOST.fullmatch(name):
+            raise ValueError(f"{name!r} is neither a host nor an IP address") from None
+        return x509.DNSName(name)
 
 
 def _write(path: Path, content: bytes, *, mode: int) -> None:

@@ -8,11 +8,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 import click
-from click.shell_completion import get_completion_class
 
 from deltasync.base.errors import DeltasyncError, NotPermitted
 from deltasync.base.logs import log_to_stderr
-from deltasync.cli.config import CONTEXT
 from deltasync.cli.output import say
 
 E = TypeVar("E", bound=BaseException)
@@ -66,7 +64,10 @@ def _fail(message: str) -> None:
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="deltasync")
 def cli() -> None:
-    """Keep the embedding tables of predictors moments behind the trainer that changes them."""
+    """Keep the embedding tables of predictors moments behind the trainer that changes them.
+
+    For completion in bash, zsh or fish: eval "$(_DELTASYNC_COMPLETE=bash_source deltasync)"
+    """
 
 
 def main() -> None:
@@ -116,15 +117,3 @@ def _leaves(group: BaseExceptionGroup[E]) -> list[E]:
     for error in group.exceptions:
         leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return leaves
-
-
-@click.command(context_settings=CONTEXT)
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion script for SHELL; load it with: eval "$(deltasync completion bash)"."""
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise click.ClickException(f"no completion for shell {shell}")
-    script = kind(ctx.find_root().command, {}, "deltasync", "_DELTASYNC_COMPLETE")
-    click.echo(script.source())

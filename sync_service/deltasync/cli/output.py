@@ -97,11 +97,7 @@ TRAINER = ("rich", "tensordict", "torch", "torchrec")
 
 
 def check_needs(*modules: str) -> None:
-    """Check that modules are installed, without importing them, which would slow down `--help` by seconds.
-
-    Raises:
-        ModuleNotFoundError: a module is missing.
-    """
+    """Check that modules are installed, without importing them, which would slow down `--help` by seconds."""
     for name in modules:
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

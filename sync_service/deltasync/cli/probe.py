@@ -6,13 +6,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
 
-import click
 import numpy as np
 
-from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, ServiceUnavailable
 from deltasync.base.events import error_text
 from deltasync.client import (
     Connection,
@@ -98,11 +95,7 @@ class Probe:
         self._disconnect()
 
     def _turn(self) -> float:
-        """Publish a row, read it back and return the seconds this took.
-
-        Raises:
-            DeltasyncError: the row did not come back.
-        """
+        """Publish a row, read it back and return the seconds this took."""
         self._number = self._number % _MOST + 1
         values = np.full((1, TABLE.dim), self._number, TABLE.dtype)
         rows = RowBatch(Shard.whole(TABLE), np.zeros(1, np.int64), values)
@@ -161,47 +154,3 @@ class Probe:
 def _late(what: str, connection: Connection) -> ServiceUnavailable:
     why = "" if connection.connected or not connection.last_error else f": {connection.last_error}"
     return ServiceUnavailable(f"{what} in {PATIENCE_SECONDS:.0f} s{why}")
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-# Half the delay of the alert DeltasyncProbeFails, which would fire for a slower probe.
-_MOST_SECONDS = 30.0
-
-
-def probe_options(command: F) -> F:
-    """`--probe-seconds` and `--probe-endpoint`."""
-    seconds = click.option(
-        "--probe-seconds",
-        type=click.FloatRange(0.1, _MOST_SECONDS),
-        default=None,
-        show_default=False,
-        help="Seconds between probes, at most 30: publish a row to the probe's own model and read it back.",
-    )
-    endpoint = click.option(
-        "--probe-endpoint",
-        type=click.Path(dir_okay=False, path_type=Path),
-        default=None,
-        show_default=False,
-        help="TOML file with the probe's credentials, as for --endpoint. Required with TLS or roles.",
-    )
-    return endpoint(seconds(command))
-
-
-def take_probe_options(settings: dict[str, Any], *, guarded: bool) -> "Callable[[str, ProbeStatus], Probe] | None":
-    """Pop the probe's settings; return a function that starts the probe, or None without one.
-
-    Raises:
-        InvalidInput: the service is `guarded` by TLS or roles, and the probe has no credentials.
-    """
-    every, file = settings.pop("probe_seconds"), settings.pop("probe_endpoint")
-    if every is None:
-        return None
-    if guarded and file is None:
-        raise InvalidInput("--probe-seconds: with TLS or roles the probe needs credentials; give --probe-endpoint")
-    from deltasync.client import Endpoint
-
-    def begin(address: str, status: ProbeStatus) -> Probe:
-        return Probe(lambda: Endpoint.from_file(file) if file else Endpoint(address), every, status)
-
-    return begin

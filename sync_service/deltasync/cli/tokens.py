@@ -19,12 +19,7 @@ from deltasync.cli.output import say, text_table
 
 
 def add_token(path: Path, name: str, token: str, roles: Sequence[str]) -> None:
-    """Add a token with roles. The file keeps only its digest.
-
-    Raises:
-        InvalidInput: the file cannot be read or written, or the name or a role is invalid.
-        Contradiction: the name is in use, or another process is changing the file.
-    """
+    """Add a token with roles. The file keeps only its digest."""
 
     def add(document: tomlkit.TOMLDocument) -> None:
         tokens = _table(document, "tokens")
@@ -39,12 +34,7 @@ def add_token(path: Path, name: str, token: str, roles: Sequence[str]) -> None:
 
 
 def allow_certificate(path: Path, name: str, roles: Sequence[str]) -> None:
-    """Set the roles of certificates with a name, replacing earlier ones.
-
-    Raises:
-        InvalidInput: the file cannot be read or written, or the name or a role is invalid.
-        Contradiction: another process is changing the file.
-    """
+    """Set the roles of certificates with a name, replacing earlier ones."""
 
     def allow(document: tomlkit.TOMLDocument) -> None:
         entry = tomlkit.table()
@@ -55,13 +45,7 @@ def allow_certificate(path: Path, name: str, roles: Sequence[str]) -> None:
 
 
 def take_roles(path: Path, name: str) -> str:
-    """Remove the token and the certificates of a name; return which of them existed, in words.
-
-    Raises:
-        InvalidInput: the file cannot be read or written.
-        NotFound: neither exists; the message lists the existing names.
-        Contradiction: another process is changing the file.
-    """
+    """Remove the token and the certificates of a name; return which of them existed, in words."""
     removed = []
 
     def remove(document: tomlkit.TOMLDocument) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deltasync.base.errors import InvalidInput, Owner
+from deltasync.base.errors import Owner
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,9 @@ class ClusterOptions:
     Attributes:
         lease_seconds: others take over the models of a process that has not renewed its lease for this long. It
             renews three times as often, and gives its models up if brokers confirm nothing for this long.
-        taking_at_once: number of models to take over concurrently.
     """
 
-    lease_seconds: float = 6.0
-    taking_at_once: int = 4
-
-    def __post_init__(self) -> None:
-        if not 0.05 <= self.lease_seconds <= 3600:
-            raise InvalidInput(f"lease_seconds {self.lease_seconds}: expected 0.05 to 3600")
-        if self.taking_at_once < 1:
-            raise InvalidInput(f"taking_at_once {self.taking_at_once}: expected 1 or more")
+    lease_seconds: float
 
     @property
     def lease_ns(self) -> int:

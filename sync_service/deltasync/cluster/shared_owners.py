@@ -51,7 +51,7 @@ class SharedOwners:
         self._beat = Heartbeat(options, me, self._ledger, self._copy, events, clock_ns)
         self._names = ConsumerNames(self._ledger, self._copy)
         self._transfer = Transfer(
-            self._tenures, self._ledger, self._copy, self._names, host, events, self._beat, self._state, options
+            self._tenures, self._ledger, self._copy, self._names, host, events, self._beat, self._state
         )
         self._with_log: frozenset[str] = frozenset()
         self._looked_ns: int | None = None

@@ -12,8 +12,11 @@ from deltasync.base.waiting import backoff
 from deltasync.cluster.bucket import BucketCopy, Changed, ClusterState
 from deltasync.cluster.heirs import Steps, next_after, next_heir
 from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
-from deltasync.cluster.member import Claim, ClusterOptions
+from deltasync.cluster.member import Claim
 from deltasync.cluster.owners import Host
+
+# Models that a process loads at the same time.
+_TAKEN_AT_ONCE = 4
 
 
 class Transfer:
@@ -28,7 +31,6 @@ class Transfer:
         events: receives events.
         beat: the heartbeat of this process.
         state: returns the current state of the cluster, as far as this process knows it.
-        options: number of models to take over concurrently.
     """
 
     def __init__(
@@ -41,7 +43,6 @@ class Transfer:
         events: Events,
         beat: Heartbeat,
         state: Callable[[], ClusterState],
-        options: ClusterOptions,
     ) -> None:
         self._tenures = tenures
         self._ledger = ledger
@@ -51,7 +52,7 @@ class Transfer:
         self._events = events
         self._beat = beat
         self._state = state
-        self._gate = asyncio.Semaphore(options.taking_at_once)
+        self._gate = asyncio.Semaphore(_TAKEN_AT_ONCE)
 
     def take(self, model: str, reason: str) -> "asyncio.Task[Owner]":
         """Begin the takeover of a model, or join one that has begun. If it fails, the next process tries.

@@ -51,23 +51,23 @@ class BrokerOptions:
         urls: brokers of one cluster, each nats://HOST:PORT or tls://HOST:PORT.
         prefix: begins the names of all streams and buckets. Services with different prefixes share nothing.
         replicas: number of brokers that keep each log.
+        max_bytes: largest size of the rows in a model's log.
         credentials: file with a JWT and a key; None = the brokers need none.
         ca: PEM file of the brokers' CA; None = the CAs of this machine.
         cert: PEM file of the service's certificate; None = no certificate.
         key: PEM file of the certificate's key.
         monitors: URLs of the brokers' monitoring ports, which report whether brokers sync each write to disk.
-        max_bytes: largest size of the rows in a model's log.
     """
 
     urls: tuple[str, ...]
-    prefix: str = "deltasync"
-    replicas: int = 3
+    prefix: str
+    replicas: int
+    max_bytes: int
     credentials: Path | None = None
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
     monitors: tuple[str, ...] = ()
-    max_bytes: int = 64 << 30
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -95,11 +95,7 @@ def without_secrets(url: str) -> str:
 
 
 async def connect(options: BrokerOptions, name: str) -> "Client":
-    """Connect to the brokers. The client reconnects by itself, however long they are away.
-
-    Raises:
-        StorageFailed: no broker answers, or each rejects this process.
-    """
+    """Connect to the brokers. The client reconnects by itself, however long they are away."""
     try:
         import nats
     except ModuleNotFoundError as error:
@@ -153,11 +149,7 @@ class Brokers:
     """
 
     def __init__(self, options: BrokerOptions, name: str) -> None:
-        """Connect under `name`, which the brokers show.
-
-        Raises:
-            StorageFailed: no broker is usable.
-        """
+        """Connect under `name`, which the brokers show."""
         self.options = options
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="brokers", daemon=True)
@@ -173,21 +165,13 @@ class Brokers:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result()
 
     async def ask(self, subject: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Ask JetStream; its answer may be an `error`.
-
-        Raises:
-            LogUnavailable: no broker answers.
-        """
+        """Ask JetStream; its answer may be an `error`."""
         payload = json.dumps(question).encode() if question is not None else b""
         answer: dict[str, Any] = json.loads((await self.request(f"$JS.API.{subject}", payload)).data)
         return answer
 
     async def request(self, subject: str, payload: bytes = b"") -> "Msg":
-        """Send a message, and return its answer.
-
-        Raises:
-            LogUnavailable: no broker answers.
-        """
+        """Send a message, and return its answer."""
         try:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
         except Exception as error:

@@ -25,7 +25,6 @@ from deltasync.views.log import view_name
 from deltasync.views.registry import ViewRegistry
 
 T = TypeVar("T")
-_LOOK_SECONDS = 1.0
 # The pause after a failure doubles up to `checkpoint_seconds`. The first one also separates checkpoints while the
 # log is full.
 _FIRST_PAUSE_SECONDS = 5.0
@@ -82,7 +81,7 @@ class Checkpoints:
         """Write and copy the checkpoints that are due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(self._options.look_seconds)
                 self._look_at_storage()
                 self._states = {model: self._state(model) for model in self._models.values()}
                 for model, state in self._states.items():

@@ -20,7 +20,6 @@ from deltasync.service.models import Models
 from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
 
-_LOOK_SECONDS = 1.0
 # How often to look for a later version, as a share of the distance, and at the most.
 _LOOK_SHARE, _LONGEST_LOOK_SECONDS = 0.01, 10.0
 
@@ -37,7 +36,9 @@ class Following:
         histories: Histories,
         events: Events,
         clock: Callable[[], Moment] = Moment.now,
+        look_seconds: float = 1.0,
     ) -> None:
+        self._look_seconds = look_seconds
         self._models = models
         self._registry = registry
         self._consumers = consumers
@@ -154,9 +155,14 @@ class Following:
     async def run(self) -> None:
         """Let consumers at a distance go on, or back, until cancelled. It reports failures and tries again."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_repeat(self.heed))
+            tasks.create_task(self._repeat(self.heed))
             # In another task, because object storage may not answer for a while.
-            tasks.create_task(_repeat(self.go_on))
+            tasks.create_task(self._repeat(self.go_on))
+
+    async def _repeat(self, look: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            await look()
 
     async def heed(self) -> None:
         """Let each consumer at a distance stay, or go back, if the other one objects."""
@@ -273,12 +279,6 @@ class Following:
         raise Contradiction(
             f"consumers would follow each other in a circle: {' after '.join([*chain, other.name])}"
         )
-
-
-async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await asyncio.sleep(_LOOK_SECONDS)
-        await look()
 
 
 def _is_past(kept: KeptVersion, model: Model) -> bool:

@@ -22,7 +22,6 @@ from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.service.serving_history import LONGEST_LOOK_NS
 
-_LOOK_SECONDS = 1.0
 # A consumer at a distance goes on later than the distance if the other one pauses on the way.
 SHARE_OF_DISTANCE = 2
 # Pause before the next attempt to read the kept versions of a model.
@@ -152,7 +151,7 @@ class Versions:
     async def run(self) -> None:
         """List the kept versions of each model once, and keep and release by schedule, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(self._options.look_seconds)
             await self.look()
 
     async def look(self) -> None:
@@ -241,7 +240,7 @@ class _Schedule:
     """When the next version of a model is due, when to try to keep one, and how long to wait after an attempt."""
 
     due: Moment
-    pause: float = _LOOK_SECONDS
+    pause: float = 1.0
     next: Moment = field(init=False)
 
     def __post_init__(self) -> None:

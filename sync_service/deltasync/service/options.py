@@ -1,81 +1,281 @@
-"""Options of a service: its storage and its limits."""
+"""The settings of `deltasync serve`."""
 
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from deltasync.access.limits import LimitOptions
+from deltasync.base.addresses import listening_host
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import InvalidInput
+from deltasync.base.logs import LEVELS, LogFormat
+from deltasync.base.settings import setting
 from deltasync.checkpoints.file_storage import DEADLINE_SECONDS
+from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.cuts.norm_guard import NormLimit
+from deltasync.log.brokers import BrokerOptions
 from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 
 _CHECKPOINT_BYTES = 256 << 20
 
 
+def _consumers(table: object, flags: Mapping[str, str]) -> tuple[ConsumerOptions, ...]:
+    """The consumers of the table [consumers] and of flags. One with only a model keeps the policy it may have."""
+    if not isinstance(table, Mapping):
+        raise InvalidInput("consumers: expected tables [consumers.NAME]")
+    in_file = [_consumer(name, each) for name, each in table.items()]
+    for each in in_file:
+        if (model := flags.get(each.name, each.model)) != each.model:
+            raise InvalidInput(
+                f"consumer {each.name!r}: model {model!r} in --consumer, but {each.model!r} in "
+                f"[consumers.{each.name}] of the --config file; name the same model in both"
+            )
+    return (*(_consumer(name, model) for name, model in flags.items() if name not in table), *in_file)
+
+
+def _consumer(name: str, described: object) -> ConsumerOptions:
+    try:
+        if isinstance(described, str):
+            return ConsumerOptions(check_name("consumer", name), check_name("model", described))
+        if not isinstance(described, Mapping):
+            raise InvalidInput("expected a table or the name of a model")
+        policy = {key: value for key, value in described.items() if key != "model"}
+        return ConsumerOptions.described(name, described.get("model"), policy)
+    except InvalidInput as error:
+        raise InvalidInput(f"[consumers.{name}]: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """Options of a service: its storage and its limits.
+    """The settings of a service.
+
+    Each is declared once, here. Flags, variables, keys of the `--config` file, `deltasync serve --help` and
+    sync_service/docs/reference/settings.md are derived from the declaration.
 
     Attributes:
-        data_dir: folder of all data of the service; created if missing.
-        log_max_bytes: maximum size of the log file.
-        checkpoints: URL of a folder or of object storage that gets a copy of every checkpoint; None = no copies.
-        storage_seconds: longest time to wait for one answer of the folder or object storage that gets copies.
-        checkpoint_seconds: longest time between checkpoints of a model that changes.
-        checkpoint_bytes: write a checkpoint of a model once its newer rows take this many bytes of the log; None
-            = 256 MiB, or a quarter of `log_max_bytes` if that is less.
-        keep_checkpoints: number of checkpoints of a model to keep.
-        keep_checkpoints_seconds: also keep checkpoints that are younger than this.
-        keep_every_seconds: keep a version of each changed model this often; None = only on request.
-        keep_last: number of the newest of these versions to keep.
-        keep_for_seconds: also keep those that are younger than this.
-        history_seconds: how long to store what consumers served.
-        table_memory: folder for scratch files that contain the tables; None = memory.
-        release_memory_bytes: memory for rows on their way to replicas.
-        replica_retention_seconds: drop a replica from its consumer's offset after it has been away this long.
-        norm_limit: limit of the growth of a row's norm; None = no limit.
-        limits: limits of clients' requests.
+        storage_seconds: longest time to wait for one answer of the storage for copies of checkpoints.
+        look_seconds: pause between two looks at what is due: checkpoints, versions to keep, changed files.
         progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
             readiness limit.
         silence_seconds: end a stream on which either side sends nothing for this long.
         releases: how releases of consumers with a policy are made.
     """
 
-    data_dir: Path
-    log_max_bytes: int = 64 << 30
-    checkpoints: str | None = None
+    data_dir: Path = setting(
+        Path("deltasync-data"), "Folder for all of the service's data; created if missing.", metavar="DIR"
+    )
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    grpc_port: int = setting(
+        50051,
+        "gRPC port for trainers and replicas; 0 = any free port, written to endpoints.json in --data-dir.",
+        least=0,
+        most=65535,
+    )
+    http_port: int = setting(8080, "HTTP port for operators; 0 = any free port.", least=0, most=65535)
+    tls_cert: Path | None = setting(
+        None,
+        "PEM file of the service's certificate. Both ports then use TLS. The service reloads the three files when "
+        "they change.",
+    )
+    tls_key: Path | None = setting(None, "PEM file of the certificate's key.")
+    tls_client_ca: Path | None = setting(
+        None, "PEM file of the CAs of clients. gRPC then requires a client certificate, HTTP accepts one."
+    )
+    consumers: tuple[ConsumerOptions, ...] = setting(
+        (),
+        "Create this consumer at the start if it is missing. May be repeated.",
+        flag="--consumer",
+        metavar="NAME=MODEL",
+        read=_consumers,
+        reload=True,
+    )
+    roles: Path | None = setting(
+        None,
+        "File with the roles of tokens and certificates, see `deltasync tokens`; reloaded when it changes. "
+        "Without it anyone may publish, subscribe and read.",
+    )
+    admin_token: str | None = setting(None, "Token that gets role admin.", secret=True)
+    admin_token_file: Path | None = setting(
+        None,
+        "File with a token that gets role admin. Or set DELTASYNC_ADMIN_TOKEN, or the key admin_token.",
+    )
+    insecure: bool = setting(
+        False, "Listen on an address that other machines can reach, even without TLS and roles."
+    )
+    log: tuple[str, ...] = setting(
+        (),
+        "NATS brokers that keep the log, nats://HOST:PORT. Several processes then share the models.",
+        metavar="URL[,URL]",
+        shown="a file in --data-dir",
+    )
+    log_credentials: Path | None = setting(None, "File with credentials for the brokers.")
+    log_ca: Path | None = setting(None, "PEM file of the brokers' CA.")
+    log_cert: Path | None = setting(None, "PEM file of the certificate to show the brokers.")
+    log_key: Path | None = setting(None, "PEM file of that certificate's key.")
+    log_monitor: tuple[str, ...] = setting(
+        (),
+        "Monitoring ports of the brokers, http://HOST:PORT. Used to check that they sync to disk.",
+        metavar="URL[,URL]",
+    )
+    log_prefix: str = setting("deltasync", "Prefix of all names in the brokers.")
+    log_replicas: int = setting(3, "Copies of each log.", least=1)
+    accept_log_risk: bool = setting(False, "Serve even if the brokers could lose acknowledged data.")
+    process: str = setting("", "Name of this process among those that share the log.", shown="the host's name")
+    advertise_grpc: str = setting(
+        "", "gRPC address at which clients and other processes reach this one.", metavar="HOST:PORT"
+    )
+    advertise_http: str = setting(
+        "", "HTTP address at which clients and other processes reach this one.", metavar="URL"
+    )
+    lease_seconds: float = setting(
+        6.0, "Take over the models of a process that has been silent for this long.", least=0.5, most=3600
+    )
+    log_max_bytes: int = setting(64 << 30, "Maximum size of the log file, which grows as needed.", least=1 << 20)
+    checkpoints: str | None = setting(
+        None,
+        "Also copy every checkpoint to this folder or object storage, s3://BUCKET/PATH.",
+        metavar="URL",
+        shown="only in --data-dir",
+    )
+    checkpoint_seconds: float = setting(
+        600.0, "Write a checkpoint of each changed model at least once in this many seconds.", least=1
+    )
+    checkpoint_bytes: int | None = setting(
+        None,
+        "Write a checkpoint of a model once the log has this many bytes of newer rows.",
+        least=1,
+        shown="256 MiB, at most a quarter of --log-max-bytes",
+    )
+    keep_checkpoints: int = setting(
+        3,
+        "Checkpoints to keep for each model, as one may be damaged. The log reaches back to the second newest.",
+        least=2,
+    )
+    keep_checkpoints_seconds: float = setting(0.0, "Also keep every checkpoint younger than this.", least=0)
+    keep_every_seconds: float | None = setting(
+        None,
+        "Keep a version of each changed model this often.",
+        least=1,
+        shown="only `deltasync versions keep`",
+    )
+    keep_last: int = setting(
+        10,
+        "Number of the newest versions kept by --keep-every-seconds that stay. Versions with a name always stay.",
+        least=1,
+    )
+    keep_for_seconds: float = setting(
+        0.0, "Versions kept by --keep-every-seconds that are younger than this also stay.", least=0
+    )
+    history_seconds: float = setting(
+        86_400.0,
+        "How long to store what consumers served. A consumer can follow another one at most this far behind.",
+        least=120,
+    )
+    table_memory: Path | None = setting(
+        None,
+        "Keep tables in scratch files in this folder, on a fast disk. For tables larger than memory.",
+        metavar="DIR",
+        shown="memory",
+    )
+    release_memory_bytes: int = setting(
+        64 << 20,
+        "Memory for rows on their way to replicas. Larger releases are copied block by block.",
+        least=1 << 20,
+    )
+    replica_retention_seconds: float = setting(
+        3600.0, "Stop counting a replica in its consumer's offset once it has been away this long.", least=0
+    )
+    drain_seconds: float = setting(5.0, "On SIGTERM, wait this long for open cuts to finish.", least=0)
+    max_norm_growth: float | None = setting(
+        None,
+        "Refuse a cut with a row whose norm exceeds the table's largest so far by this factor. See --poisoned. No "
+        "limit by default.",
+        least=1,
+    )
+    poisoned: Literal["refuse", "quarantine"] = setting(
+        "refuse",
+        "What to do with a cut over --max-norm-growth: refuse it, or pause the model's consumers and seal it.",
+    )
+    probe_seconds: float | None = setting(
+        None,
+        "Seconds between probes: publish a row to the probe's own model and read it back.",
+        least=0.1,
+        most=30,  # Half the delay of the alert DeltasyncProbeFails, which would fire for a slower probe.
+    )
+    probe_endpoint: Path | None = setting(
+        None, "TOML file with the probe's credentials, as for --endpoint. Required with TLS or roles."
+    )
+    log_format: LogFormat = setting(
+        "auto", "Format of the log on standard error. auto is text on a terminal and JSON elsewhere."
+    )
+    log_level: str = setting(
+        "info",
+        f"Lowest level to log: {', '.join(LEVELS)}. Add ,deltasync.NAME=LEVEL for single loggers.",
+    )
+    limits: LimitOptions = setting(
+        LimitOptions(),
+        "Limit on what a peer may use, see sync_service/docs/reference/settings.md. May be repeated.",
+        flag="--limit",
+        metavar="NAME=NUMBER",
+        read=LimitOptions.read,
+        reload=True,
+    )
     storage_seconds: float = DEADLINE_SECONDS
-    checkpoint_seconds: float = 600.0
-    checkpoint_bytes: int | None = None
-    keep_checkpoints: int = 3
-    keep_checkpoints_seconds: float = 0.0
-    keep_every_seconds: float | None = None
-    keep_last: int = 10
-    keep_for_seconds: float = 0.0
-    history_seconds: float = 86_400.0
-    table_memory: Path | None = None
-    release_memory_bytes: int = 64 << 20
-    replica_retention_seconds: float = 3600.0
-    norm_limit: NormLimit | None = None
-    limits: LimitOptions = field(default_factory=LimitOptions)
+    look_seconds: float = 1.0
     progress_seconds: float = 5.0
     silence_seconds: float = 15.0
     releases: ReleaseOptions = RELEASE_OPTIONS
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", listening_host(self.host))
         most = self.log_max_bytes // 4
-        if self.checkpoint_bytes is not None and not 1 <= self.checkpoint_bytes <= most:
-            raise ValueError(
-                f"checkpoint_bytes: {self.checkpoint_bytes}, expected 1 to {most}, a quarter of log_max_bytes: "
-                "the log must have room for the rows of two checkpoints"
+        if (self.checkpoint_bytes or 0) > most:
+            raise InvalidInput(
+                f"--checkpoint-bytes: {self.checkpoint_bytes}, expected at most {most}, a quarter of "
+                "--log-max-bytes: the log must have room for the rows of two checkpoints"
             )
-        if self.keep_checkpoints < 2:
-            raise ValueError(
-                f"keep_checkpoints: {self.keep_checkpoints}, expected 2 or more: one of them may be damaged"
+        tls = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key}
+        if (any(tls.values()) or self.tls_client_ca) and not all(tls.values()):
+            missing = " and ".join(name for name, path in tls.items() if not path)
+            raise InvalidInput(f"TLS needs a certificate and its key: also give {missing}")
+        if self.probe_seconds and (self.tls_cert or self.roles) and not self.probe_endpoint:
+            raise InvalidInput(
+                "--probe-seconds: with TLS or roles the probe needs credentials; give --probe-endpoint"
             )
-        if self.replica_retention_seconds < 0:
-            raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
+        if self.brokers is None:
+            return
+        object.__setattr__(self, "process", self.process or socket.gethostname().partition(".")[0])
+        check_name("process", self.process)
+        if self.advertise_http and not self.advertise_http.startswith(("http://", "https://")):
+            raise InvalidInput(f"--advertise-http: {self.advertise_http!r}: expected a URL, http://HOST:PORT")
+        if not self.checkpoints:
+            raise InvalidInput("--log: also give --checkpoints, from which others load a model to take it over")
+
+    @property
+    def brokers(self) -> BrokerOptions | None:
+        """The brokers of a shared log; None = the log is a file in `data_dir`."""
+        if not self.log:
+            return None
+        return BrokerOptions(
+            urls=self.log,
+            prefix=self.log_prefix,
+            replicas=self.log_replicas,
+            credentials=self.log_credentials,
+            ca=self.log_ca,
+            cert=self.log_cert,
+            key=self.log_key,
+            monitors=self.log_monitor,
+            max_bytes=self.log_max_bytes,
+        )
 
     @property
     def most_log_bytes(self) -> int:
         """Bytes of newer rows after which the service writes another checkpoint."""
         return self.checkpoint_bytes or min(_CHECKPOINT_BYTES, self.log_max_bytes // 4)
+
+    @property
+    def norm_limit(self) -> NormLimit | None:
+        """The limit of the growth of a row's norm."""
+        return NormLimit(self.max_norm_growth, self.poisoned == "quarantine") if self.max_norm_growth else None

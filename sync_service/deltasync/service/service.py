@@ -62,7 +62,6 @@ class Service:
         limits: limits of clients' requests, and their current use.
         events: sends events to their listeners.
         recent_events: the last events.
-        event_log: logs events.
         event_counts: number of events of each kind since the service started.
         draining: set when the service begins to shut down.
     """
@@ -78,7 +77,6 @@ class Service:
         self.draining = asyncio.Event()
         self.limits = Limits(options.limits)
         self.event_counts, self.recent_events = EventCounts(), RecentEvents()
-        self.event_log = EventLog(keep=self.recent_events.add)
         self.events = Events()
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
@@ -86,7 +84,7 @@ class Service:
             self.limits.count("log_queue_bytes", self._log_queue_bytes)
             self.volumes = Volumes(self.logs, options.data_dir / CHECKPOINTS, self.events)
             # `volumes` listens first, to log the failure of a volume before its consequences.
-            for listener in (self.volumes.hear, self.event_log, self.event_counts):
+            for listener in (self.volumes.hear, EventLog(keep=self.recent_events.add), self.event_counts):
                 self.events.listen(listener)
             storage = Storage(options, self.logs, shared=logs is not None)
             recorded = [models_to_recover(log, storage.checkpoints_of) for log in self.logs.each()]
@@ -111,7 +109,14 @@ class Service:
         )
         self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events, clock)
         self.following = Following(
-            self.models, self.registry, self.consumers, self.views, self.histories, self.events, clock
+            self.models,
+            self.registry,
+            self.consumers,
+            self.views,
+            self.histories,
+            self.events,
+            clock,
+            options.look_seconds,
         )
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)
@@ -169,7 +174,6 @@ class Service:
 
     async def _keep(self, freed: FreedMemory) -> None:
         name_threads()
-        self.event_log.tell_repeats()
         for log in self.logs.each():
             log.queue.limit(self.limits.options.log_queue_bytes)  # A reload may have changed the limit.
         await asyncio.to_thread(freed.give_back)

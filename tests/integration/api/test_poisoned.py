@@ -1,6 +1,7 @@
 """Poisoned updates stop at the service, and everybody says why."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ from tests.support.metrics import samples_of
 from tests.support.server import RunningService
 
 from deltasync.client import InvalidInput, Policy
-from deltasync.cuts.norm_guard import NormLimit
 
 CONSUMERS = ("predictors", "top")
 POLICIES = {"top": Policy(top_k=1000)}
@@ -29,7 +29,7 @@ def events(service: RunningService, kind: str) -> float:
 def test_a_cut_that_is_refused_reaches_nobody_and_is_told(tmp_path: Path, poison: float, said: str) -> None:
     target = Recorder()
     with (
-        RunningService(tmp_path / "data", norm_limit=NormLimit(50.0)) as service,
+        RunningService(tmp_path / "data", max_norm_growth=50.0) as service,
         follow(service, "predictors", "a", target),
     ):
         with Trainer(service.grpc) as trainer:
@@ -57,7 +57,7 @@ def test_a_limit_holds_over_a_restart(tmp_path: Path) -> None:
     with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
     with (
-        RunningService(tmp_path / "data", norm_limit=NormLimit(50.0)) as service,
+        RunningService(tmp_path / "data", max_norm_growth=50.0) as service,
         Trainer(service.grpc, run="s", started=2) as trainer,
     ):
         trainer.rows["user"][3] = 1e6
@@ -65,11 +65,13 @@ def test_a_limit_holds_over_a_restart(tmp_path: Path) -> None:
             trainer.publish_all()
 
 
+QUARANTINE: dict[str, Any] = {"max_norm_growth": 50.0, "poisoned": "quarantine"}
+
+
 def test_in_quarantine_replicas_keep_the_last_good_version(tmp_path: Path) -> None:
     fleet = {name: Recorder() for name in CONSUMERS}
-    limit = NormLimit(50.0, quarantine=True)
     with (
-        RunningService(tmp_path / "data", policies=POLICIES, norm_limit=limit) as service,
+        RunningService(tmp_path / "data", policies=POLICIES, **QUARANTINE) as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "a", fleet["predictors"]),
         follow(service, "top", "a", fleet["top"]),
@@ -115,14 +117,17 @@ def test_in_quarantine_replicas_keep_the_last_good_version(tmp_path: Path) -> No
 
 
 def test_a_consumer_that_comes_later_is_never_given_it(tmp_path: Path) -> None:
-    limit, policies = NormLimit(50.0, quarantine=True), {"late": Policy(), "ranked": Policy(top_k=1000)}
-    with RunningService(tmp_path / "data", norm_limit=limit) as service, Trainer(service.grpc) as trainer:
+    policies = {"late": Policy(), "ranked": Policy(top_k=1000)}
+    with (
+        RunningService(tmp_path / "data", **QUARANTINE) as service,
+        Trainer(service.grpc) as trainer,
+    ):
         trainer.publish_all()
         trainer.set(USER, 7, 1e6)
         admin_of(service).create_consumer("late", "clicks", Policy())
     fleet = {name: Recorder() for name in policies}
     with (
-        RunningService(tmp_path / "data", policies=policies, norm_limit=limit) as service,  # "ranked" is new.
+        RunningService(tmp_path / "data", policies=policies, **QUARANTINE) as service,  # "ranked" is new.
         Trainer(service.grpc, run="s", started=2) as trainer,
         follow(service, "late", "a", fleet["late"]),
         follow(service, "ranked", "a", fleet["ranked"]),

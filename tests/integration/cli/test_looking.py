@@ -139,11 +139,6 @@ def test_a_model_that_there_is_not_is_an_error(service: RunningService, command:
     assert "no model 'clocks'; models: clicks" in err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_commands(shell: str) -> None:
-    assert "_DELTASYNC_COMPLETE" in shown("completion", shell)
-
-
 @pytest.mark.parametrize("consumer", ["predictors", "mobile", "audit"])
 def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str) -> None:
     text = shown("tail", consumer, "--count", "1", "--rows", "2", "--service", service.grpc)

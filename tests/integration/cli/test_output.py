@@ -134,16 +134,16 @@ def in_a_shell(line: str, **environment: str) -> subprocess.CompletedProcess[byt
     return subprocess.run(["bash", "-c", command], capture_output=True, env=settings, timeout=60, check=False)  # noqa: S607
 
 
-@pytest.mark.parametrize(("command", "unbuffered"), [("completion bash", ""), ("serve --help", "1")])
-def test_a_full_disk_is_an_error_of_one_line(command: str, unbuffered: str) -> None:
-    done = in_a_shell(f"deltasync {command} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_an_error_of_one_line(unbuffered: str) -> None:
+    done = in_a_shell("deltasync serve --help > /dev/full", PYTHONUNBUFFERED=unbuffered)
     said = b"Error: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     # The reader is gone before the command begins.
-    done = in_a_shell("exec 3> >(true); wait $!; deltasync completion bash >&3")
+    done = in_a_shell("exec 3> >(true); wait $!; deltasync serve --help >&3")
     assert (done.returncode, done.stderr) == (1, b"")
 
 

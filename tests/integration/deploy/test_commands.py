@@ -14,7 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from deltasync.access.rights import ROUTES
-from deltasync.cli.serve import consumers_of_file
+from deltasync.base.settings import settings_in
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.service.options import ServiceOptions
 
 Stages = dict[str, list[tuple[str, str]]]
 Unit = list[tuple[str, str]]
@@ -99,6 +101,13 @@ def test_command_lines_parse(cli: click.Group, lines: dict[str, list[str]]) -> N
             pytest.fail(f"{place}: {error.format_message()}")
 
 
+def consumers_in(table: object) -> tuple[ConsumerOptions, ...]:
+    (read,) = (each.read for each in settings_in(ServiceOptions) if each.name == "consumers")
+    assert read
+    consumers: tuple[ConsumerOptions, ...] = read(table, {})
+    return consumers
+
+
 @pytest.mark.parametrize("line", ["serve --no-such-option 1", "no-such-command", "serve --grpc-port high"])
 def test_check_refuses_what_is_wrong(cli: click.Group, line: str) -> None:
     with pytest.raises((click.UsageError, AssertionError)):
@@ -107,7 +116,7 @@ def test_check_refuses_what_is_wrong(cli: click.Group, line: str) -> None:
 
 def test_configuration_has_only_settings_of_serve(deploy: Path, serve: dict[str, click.Parameter]) -> None:
     settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
-    consumers_of_file(settings.pop("consumers", {}))
+    consumers_in(settings.pop("consumers", {}))
     for key, value in settings.items():
         assert key in serve, f"deltasync.toml: {key} is no option of serve"
         assert isinstance(value, list) == serve[key].multiple
@@ -123,7 +132,7 @@ def test_examples_of_policies_are_policies(deploy: Path) -> None:
     policies = [
         each.policy.as_dict()
         for example in examples
-        for each in consumers_of_file(tomllib.loads(example)["consumers"])
+        for each in consumers_in(tomllib.loads(example)["consumers"])
         if each.policy
     ]
     assert len(policies) == len(examples) == 2
@@ -138,8 +147,8 @@ def test_variables_are_settings_of_serve(root: Path, deploy: Path, serve: dict[s
     used = {name for path in files for name in re.findall(r"\bDELTASYNC_[A-Z_]*[A-Z]\b", path.read_text())}
     of_clients = {"SERVICE", "HTTP", "CA", "CERT", "KEY", "TOKEN_FILE", "ENDPOINT"}
     assert "DELTASYNC_TLS_KEY" in used
-    settings = {name.upper() for name in serve} | of_clients | {"ADMIN_TOKEN", "COMMIT"}
-    assert used <= {f"DELTASYNC_{name}" for name in settings}
+    variables = {each.variable for each in settings_in(ServiceOptions)} | {"DELTASYNC_CONFIG"}
+    assert used <= variables | {f"DELTASYNC_{name}" for name in of_clients | {"COMMIT"}}
 
 
 def test_image_exposes_the_default_ports(stages: Stages, serve: dict[str, click.Parameter]) -> None:

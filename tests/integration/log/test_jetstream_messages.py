@@ -29,7 +29,7 @@ def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
 @pytest.fixture
 def options(brokers: Brokers, tmp_path: Path) -> BrokerOptions:
     """Of brokers that have a log of records and a small one."""
-    options = BrokerOptions(urls=brokers.urls, prefix=f"test{abs(hash(tmp_path))}", replicas=1)
+    options = BrokerOptions(urls=brokers.urls, prefix=f"test{abs(hash(tmp_path))}", replicas=1, max_bytes=1 << 30)
     logs = JetStreamLogs(options, "a")
     log = logs.open("clicks", Owner("a", "a:1", "http://a:2", 1))
     for number in range(RECORDS):

@@ -295,8 +295,9 @@ def test_a_killed_broker_that_comes_back_has_all_that_it_acknowledged(tmp_path: 
 def test_brokers_that_are_not_there_are_an_error_that_names_them_and_once_they_run_all_is_there(
     tmp_path: Path,
 ) -> None:
+    nowhere = BrokerOptions(urls=("nats://user:secret@127.0.0.1:1",), prefix="a", replicas=1, max_bytes=1)
     with pytest.raises(StorageFailed, match=r"nats://127\.0\.0\.1:1"):
-        JetStreamLogs(BrokerOptions(urls=("nats://user:secret@127.0.0.1:1",)), "a")
+        JetStreamLogs(nowhere, "a")
     with Brokers(tmp_path) as brokers:
         wanted = options(brokers)
         before = Process(wanted)
@@ -343,7 +344,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
 
 
 def of_three(brokers: Brokers) -> BrokerOptions:
-    return BrokerOptions(urls=brokers.urls, prefix=next(PREFIXES), replicas=3)
+    return BrokerOptions(urls=brokers.urls, prefix=next(PREFIXES), replicas=3, max_bytes=MAX_BYTES)
 
 
 @pytest.mark.nightly
@@ -434,7 +435,7 @@ USERS = 'authorization { users: [{user: "deltasync", password: "s3cret"}] }'
 
 def showing(brokers: Brokers, secret: str) -> BrokerOptions:
     urls = tuple(url.replace("nats://", f"nats://deltasync:{secret}@") for url in brokers.urls)
-    return BrokerOptions(urls=urls, replicas=1, monitors=brokers.monitors)
+    return BrokerOptions(urls=urls, prefix="deltasync", replicas=1, max_bytes=MAX_BYTES, monitors=brokers.monitors)
 
 
 def test_who_shows_the_password_has_a_log_and_nobody_else(

@@ -12,6 +12,7 @@ from tests.support.process import ServiceProcess
 from deltasync.client import NumpyTarget
 
 FIRST = """
+keep_last = 3
 [consumers.one]
 model = "clicks"
 [consumers.two]
@@ -19,6 +20,8 @@ model = "clicks"
 top_k = 3
 """
 SECOND = """
+keep_last = 4
+drain_seconds = 2
 [limits]
 streams = 7
 message_bytes = 5_000_000
@@ -55,7 +58,7 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
         service.send_signal(signal.SIGHUP)
         line = service.wait_for_line("configuration reloaded: ")
         assert "limit streams: 7, was 1000; limit message_bytes: 5000000 after the next start; created" in line
-        assert "created: three; changed: two; refused: one; other settings apply at the next start" in line
+        assert "created: three; changed: two; refused: one; after the next start: keep_last, drain_seconds" in line
         assert service.terminate() == 0
 
 
@@ -67,7 +70,7 @@ def test_an_error_in_the_file_changes_nothing(tmp_path: Path, config: Path, text
         service.wait_for_line(said)
         config.write_text(FIRST)
         service.send_signal(signal.SIGHUP)
-        assert "reloaded: unchanged: one, two;" in service.wait_for_line("configuration reloaded: ")
+        assert "reloaded: unchanged: one, two" in service.wait_for_line("configuration reloaded: ")
         assert service.terminate() == 0
 
 

@@ -42,7 +42,7 @@ OVER = TableSpec("over.weight", 4, 8, kind=TableKind.PARAMETER)
 CHANGED = {"user": 60, "item": 60}
 MORE_ROWS = 500
 # Small against the tables: what is sent of them whole is sent while they go on changing.
-SETTINGS = ("--release-memory", "1048576", "--checkpoint-bytes", "2000000")
+SETTINGS = ("--release-memory-bytes", "1048576", "--checkpoint-bytes", "2000000")
 
 OUTSTANDING_BYTES = 4 << 20
 MOST_FLEETS = 9

@@ -14,7 +14,6 @@ from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.api.process import ServerOptions
 from deltasync.base.errors import LimitReached
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
@@ -34,7 +33,7 @@ class ProbedService(RunningService):
 
     def __init__(self, data_dir: Path, begin: Callable[[str, ProbeStatus], Probe] = probe) -> None:
         super().__init__(data_dir)
-        self.options = ServerOptions(**{**vars(self.options), "probe": begin})
+        self.start_probe = begin
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         def probe() -> dict[str, Any]:

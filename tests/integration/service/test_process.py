@@ -62,7 +62,7 @@ def publish_wide(service: RunningService, model: str) -> None:
 
 
 def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
-    data_dir = running.options.service.data_dir
+    data_dir = running.options.data_dir
     said = f"Error: {data_dir} is in use by another service: give this one its own --data-dir"
     assert refusal(data_dir) == said
     assert running.get("/readyz")[0] == 200
@@ -92,7 +92,6 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
             r"{}/file/data cannot be made: Not a directory \(.*\): move away the file of that name, or choose "
             "another --data-dir$",
         ),
-        (("--consumer", "a/b=m"), "consumer name 'a/b'"),
     ],
 )
 def test_what_keeps_it_from_starting_is_an_error_that_says_so(
@@ -180,11 +179,12 @@ def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_full_log_refuses_parts_and_everything_else_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 1000)
     rows = random_rows(0)
-    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, checkpoint_bytes=1 << 19) as service:
+    with RunningService(
+        tmp_path / "data", log_max_bytes=2 << 20, checkpoint_bytes=1 << 19, look_seconds=1000
+    ) as service:
         with RankStream(service.grpc) as rank:
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))

@@ -86,16 +86,17 @@ def pki(tmp_path: Path) -> Pki:
 
 
 @pytest.fixture
-def service(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
+def service(tmp_path: Path, pki: Pki) -> Iterator[RunningService]:
     """With mutual TLS, and a look at the files ever so often."""
-    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.01)
     with secured(tmp_path, pki) as found:
         yield found
 
 
 def secured(tmp_path: Path, pki: Pki, **settings: Any) -> RunningService:
     service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options, **settings)
+    files = pki.options
+    settings |= {"tls_cert": files.cert, "tls_key": files.key, "tls_client_ca": files.client_ca}
+    service.options = replace(service.options, look_seconds=0.01, **settings)
     return service
 
 

@@ -60,7 +60,7 @@ def test_what_comes_in_is_bounded_by_streams_and_messages() -> None:
 )
 def test_what_is_no_limit_is_refused(settings: object, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        LimitOptions.described(settings)
+        LimitOptions.read(settings, {})
 
 
 # How often something may be done, whatever the times at which it is tried.

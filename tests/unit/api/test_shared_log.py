@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 from tests.support.local_service import opened
 
-from deltasync.api.process import SharedLogOptions, open_logs
+from deltasync.api.process import open_logs
 from deltasync.base.errors import InvalidInput
-from deltasync.log.brokers import BrokerOptions
+from deltasync.service.options import ServiceOptions
 
 
 async def test_it_does_not_start_on_the_data_directory_of_a_service_with_a_log_of_its_own(tmp_path: Path) -> None:
     """It would remove the checkpoints there."""
     async with opened(tmp_path):
         pass
-    options = SharedLogOptions(brokers=BrokerOptions(urls=("nats://127.0.0.1:1",)), process="a")
+    options = ServiceOptions(data_dir=tmp_path, log=("nats://127.0.0.1:1",), checkpoints="copies")
+    assert options.brokers
     with pytest.raises(InvalidInput, match=r"log/data\.mdb; .* give another --data-dir"):
-        await open_logs(options, tmp_path)
+        await open_logs(options, options.brokers)

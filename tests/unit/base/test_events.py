@@ -2,8 +2,6 @@
 
 import logging
 import weakref
-from collections import Counter
-from itertools import count
 
 import pytest
 from hypothesis import given
@@ -64,9 +62,9 @@ def test_kinds_are_names_of_metrics() -> None:
     assert all(kind.value.replace("_", "").isalpha() and kind.value.islower() for kind in EventKind)
 
 
-def test_trouble_that_comes_again_is_counted_and_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    log = EventLog(lambda: now[0])
+def test_repeated_trouble_is_logged_once_a_minute_with_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    now, kept = [0.0], list[tuple[str, int]]()
+    log = EventLog(lambda: now[0], lambda event, repeats: kept.append((event.text, repeats)))
     refused = [Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, f"run {each} began before") for each in "ab"]
     for second in (0, 5, 59, 60, 119):
         now[0] = float(second)
@@ -75,6 +73,7 @@ def test_trouble_that_comes_again_is_counted_and_told_once_a_minute(caplog: pyte
     said = [event_line(event) for event in refused]
     more = " (2 more like it since the last one)"
     assert [each.getMessage() for each in caplog.records] == [*said, *(line + more for line in said)]
+    assert kept == [(event.text, repeats) for repeats in (0, 2) for event in refused]
 
 
 def test_what_fails_again_with_other_numbers_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,20 +86,6 @@ def test_what_fails_again_with_other_numbers_is_the_same(caplog: pytest.LogCaptu
     assert caplog.messages == [f"failed: model={each} it waits: 7 are free" for each in ("m1", "m2")]
 
 
-def test_what_has_come_again_is_told_although_it_comes_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    now, kept = [0.0], list[tuple[str, int]]()
-    log = EventLog(lambda: now[0], lambda event, repeats: kept.append((event.text, repeats)))
-    for _ in range(41):
-        log(Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, "too late"))
-    log(Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, "once"))
-    for second in (1, 59, 61, 122, 200):
-        now[0] = float(second)
-        log.tell_repeats()
-    assert kept == [("too late", 0), ("once", 0), ("too late", 39)]
-    assert "(39 more like it since the last one)" in caplog.records[-1].getMessage()
-    assert log._lines == {}
-
-
 def test_what_may_come_again_keeps_no_error_with_its_traceback() -> None:
     """Which holds what the call has held: a release, with its room."""
     log, gone = EventLog(), list[weakref.ref[StorageFailed]]()
@@ -110,20 +95,6 @@ def test_what_may_come_again_keeps_no_error_with_its_traceback() -> None:
         log(Event(EventKind.FAILED, {"model": "m"}, "a cut", error))
         del error
     assert [each() for each in gone] == [None, None]
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 70)), max_size=60))
-def test_each_time_is_written_or_counted_once(steps: list[tuple[str, int]]) -> None:
-    now, told = [0.0], Counter[str]()
-    log = EventLog(lambda: now[0], lambda event, repeats: told.update({event.text: 1 + repeats}))
-    for text, pause in steps:
-        log(Event(EventKind.PUBLISHER_REFUSED, {}, text))
-        now[0] += pause
-        log.tell_repeats()
-    for _ in range(2):
-        now[0] += 60
-        log.tell_repeats()
-    assert told == Counter(text for text, _ in steps)
 
 
 def test_refused_calls_are_written_down_by_the_audit_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,49 +128,15 @@ def test_versions_in_quarantine_have_a_line_a_model_a_minute(caplog: pytest.LogC
     ]
 
 
-def lines(caplog: pytest.LogCaptureFixture, *events: Event) -> list[str]:
-    minutes = count(0.0, 60.0)
-    log, counts = EventLog(lambda: next(minutes)), EventCounts()
+def test_a_rank_whose_cuts_are_refused_has_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(lambda: 0.0)
     with caplog.at_level(logging.INFO, "deltasync"):
-        for event in events:
-            for listener in (log, counts):
-                listener(event)
-    assert counts.total() == len(events)
-    return [each.getMessage() for each in caplog.records]
-
-
-FULL = Event(EventKind.VOLUME_FAILED, {"volume": "log"}, "no room")
-FILES_FULL = Event(EventKind.VOLUME_FAILED, {"volume": "models"}, "no room")
-ROOM = Event(EventKind.VOLUME_RECOVERED, {"volume": "log"})
-ROOM_FOR_FILES = Event(EventKind.VOLUME_RECOVERED, {"volume": "models"})
-JOINED = Event(EventKind.RANK_JOINED, {"model": "m", "rank": 0}, "it goes on")
-OTHER = Event(EventKind.RANK_JOINED, {"model": "m", "rank": 1}, "it goes on")
-
-
-def of_no_room(kind: EventKind, free: int, **subject: object) -> Event:
-    return Event(kind, subject, error=StorageFailed(f"no room, {free} bytes are free"))
-
-
-def left(free: int) -> Event:
-    return of_no_room(EventKind.RANK_LEFT, free, model="m", rank=0)
-
-
-def test_while_a_volume_refuses_writes_what_comes_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The figures in it may be others; what is of another kind, or of somebody else, is said."""
-    refused = [of_no_room(EventKind.PUBLISHER_REFUSED, free, model="m") for free in range(3)]
-    failed = [of_no_room(EventKind.FAILED, free, consumer="c") for free in range(3)]
-    bug = Event(EventKind.FAILED, {"consumer": "c"}, error=KeyError("x"))
-    first, after = [*refused[:2], FULL, left(0), failed[0]], [failed[0], left(0)]
-    again = [JOINED, left(1), refused[2], failed[1], JOINED, left(2), failed[2]]
-    said = lines(caplog, *first, *again, bug, OTHER, *again, ROOM, *after)
-    expected = [*first, JOINED, refused[2], bug, OTHER, ROOM, left(2), *after]
-    assert said == [event_line(each) for each in expected]
-
-
-def test_a_rank_that_has_come_back_before_is_the_last_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    said = lines(caplog, FULL, FILES_FULL, JOINED, left(1), JOINED, ROOM, ROOM_FOR_FILES, JOINED)
-    expected = [FULL, FILES_FULL, JOINED, left(1), ROOM, ROOM_FOR_FILES, JOINED, JOINED]
-    assert said == [event_line(each) for each in expected]
+        for free in range(3):
+            log(Event(EventKind.RANK_LEFT, {"rank": 0}, error=StorageFailed(f"no room, {free} bytes are free")))
+        for _ in range(2):
+            log(Event(EventKind.RANK_LEFT, {"rank": 0}, "it has finished"))
+    finished = "rank left: rank=0 it has finished"
+    assert caplog.messages == ["rank left: rank=0 no room, 0 bytes are free", finished, finished]
 
 
 # The last events: their numbers only grow, also over restarts and clocks that are set back.

@@ -3,15 +3,15 @@
 import pytest
 
 from deltasync.api import process
-from deltasync.api.process import ServerOptions
+from deltasync.service.options import ServiceOptions
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServiceOptions]:
     """What the server was asked to run with."""
-    options: list[ServerOptions] = []
+    options: list[ServiceOptions] = []
 
-    async def record(given: ServerOptions) -> None:
+    async def record(given: ServiceOptions, *_: object) -> None:
         options.append(given)
 
     monkeypatch.setattr(process, "serve", record)

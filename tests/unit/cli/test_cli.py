@@ -1,4 +1,5 @@
 import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.access.tls import TlsOptions
-from deltasync.api.process import ServerOptions, SharedLogOptions
+from deltasync.access.limits import LimitOptions
 from deltasync.cli.endpoint_options import operator_options, service_options, suggested
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
-from deltasync.cluster.member import ClusterOptions
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.policy import Policy
 from deltasync.cuts.norm_guard import NormLimit
 from deltasync.log.brokers import BrokerOptions
+from deltasync.service.options import ServiceOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
 
@@ -37,7 +38,7 @@ def serve(*arguments: str, env: dict[str, str] | None = None) -> Any:
     ],
 )
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(
-    served: list[ServerOptions], tmp_path: Path, flag: int | None, env: int | None, file: int | None, port: int
+    served: list[ServiceOptions], tmp_path: Path, flag: int | None, env: int | None, file: int | None, port: int
 ) -> None:
     arguments = [] if flag is None else ["--grpc-port", str(flag)]
     if file is not None:
@@ -48,15 +49,14 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
     assert served[0].grpc_port == port
 
 
-def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(
-        """
+def test_a_file_may_have_settings_of_every_kind(served: list[ServiceOptions], tmp_path: Path) -> None:
+    content = """
         data_dir = "/data"
         host = "0.0.0.0"
         grpc_port = 1
         http_port = 2
-        consumer = ["a=m", "b=m2"]
         admin_token = "t"
+        admin_token_file = "t.txt"
         roles = "roles.toml"
         insecure = true
         log_max_bytes = 8_000_000
@@ -90,65 +90,55 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         keep_for_seconds = 3600
         history_seconds = 7200
         table_memory = "/scratch"
-        release_memory = 2_000_000
-        limit = ["models=5"]
+        release_memory_bytes = 2_000_000
+        probe_seconds = 20
+        probe_endpoint = "probe.toml"
+        log_format = "text"
+        log_level = "info"
         [limits]
         models = 6
         streams = 7
+        [consumers]
+        a = "m"
+        [consumers.b]
+        model = "m2"
+        top_k = 3
         """
-    )
+    (tmp_path / "c.toml").write_text(content)
     done = serve(env={"DELTASYNC_CONFIG": str(tmp_path / "c.toml")})
     assert done.exit_code == 0, done.output
     (options,) = served
-    assert (options.host, options.grpc_port, options.http_port) == ("0.0.0.0", 1, 2)  # noqa: S104
-    assert (options.consumers, options.admin_token, options.drain_seconds) == (
-        (ConsumerOptions("a", "m"), ConsumerOptions("b", "m2")),
-        "t",
-        6,
-    )
-    assert (options.roles, options.insecure) == (Path("roles.toml"), True)
-    kept = options.service
-    assert (kept.data_dir, kept.log_max_bytes, kept.checkpoint_bytes) == (Path("/data"), 8_000_000, 3)
-    assert kept.norm_limit == NormLimit(50.0, quarantine=True)
-    assert kept.replica_retention_seconds == 4.5
-    assert options.tls == TlsOptions(cert=Path("c.pem"), key=Path("k.pem"), client_ca=Path("ca.pem"))
-    assert (kept.limits.models, kept.limits.streams) == (5, 7)
-    settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
-    assert settings - {"config"} == {
-        "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
-        "checkpoint_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
-        "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca", "log", "log_replicas", "log_prefix",
-        "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
-        "advertise_grpc", "advertise_http", "lease_seconds", "checkpoints", "checkpoint_seconds",
-        "keep_checkpoints", "keep_checkpoints_seconds", "keep_every_seconds", "keep_last", "keep_for_seconds",
-        "history_seconds",
-        "table_memory", "release_memory", "log_format",
-        "log_level", "probe_seconds", "probe_endpoint",
-    }  # fmt: skip
-    assert options.shared == SharedLogOptions(
-        brokers=BrokerOptions(
-            urls=("nats://b1:4222", "nats://b2:4222"), prefix="test", replicas=1, monitors=("http://b1:8222",),
-            credentials=Path("b.creds"), ca=Path("b-ca.pem"), cert=Path("b.pem"), key=Path("b-key.pem"),
-            max_bytes=8_000_000,
-        ),
-        process="sync-0", grpc="sync-0:1", http="http://sync-0:2",
-        ownership=ClusterOptions(lease_seconds=9), accept_risk=True,
+    written = tomllib.loads(content)
+    assert options.consumers == (ConsumerOptions("a", "m"), ConsumerOptions("b", "m2", Policy(top_k=3)))
+    assert options.limits == LimitOptions(models=6, streams=7)
+    assert options.log == ("nats://b1:4222", "nats://b2:4222")
+    tables = {"consumers", "limits", "log", "log_monitor"}
+    for name, value in written.items():
+        assert name in tables or getattr(options, name) == type(getattr(options, name))(value), name
+    assert options.norm_limit == NormLimit(50.0, quarantine=True)
+    assert options.brokers == BrokerOptions(
+        urls=("nats://b1:4222", "nats://b2:4222"), prefix="test", replicas=1, monitors=("http://b1:8222",),
+        credentials=Path("b.creds"), ca=Path("b-ca.pem"), cert=Path("b.pem"), key=Path("b-key.pem"),
+        max_bytes=8_000_000,
     )  # fmt: skip
-    assert (kept.checkpoints, kept.checkpoint_seconds) == ("s3://bucket/models", 60)
-    assert (kept.keep_checkpoints, kept.keep_checkpoints_seconds) == (5, 86400)
-    assert (kept.keep_every_seconds, kept.keep_last, kept.keep_for_seconds) == (900, 7, 3600)
-    assert kept.history_seconds == 7200
-    assert (kept.table_memory, kept.release_memory_bytes) == (Path("/scratch"), 2_000_000)
 
 
-def test_when_a_checkpoint_is_written_follows_the_size_of_the_log(served: list[ServerOptions]) -> None:
+def test_settings_that_are_tables_have_an_item_for_each_flag(served: list[ServiceOptions], tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[limits]\nmodels = 6\nstreams = 7")
+    arguments = ["--limit", "models=5", "--limit", "tables_per_model=4", "--config", str(tmp_path / "c.toml")]
+    done = serve(*arguments)
+    assert done.exit_code == 0, done.output
+    assert served[0].limits == LimitOptions(models=5, streams=7, tables_per_model=4)
+
+
+def test_when_a_checkpoint_is_written_follows_the_size_of_the_log(served: list[ServiceOptions]) -> None:
     serve("--log-max-bytes", "8000000")
     serve()
     serve("--checkpoint-bytes", "5")
-    assert [options.service.most_log_bytes for options in served] == [2_000_000, 256 << 20, 5]
+    assert [options.most_log_bytes for options in served] == [2_000_000, 256 << 20, 5]
 
 
-def test_several_consumers_come_from_flags_or_the_environment(served: list[ServerOptions]) -> None:
+def test_several_consumers_come_from_flags_or_the_environment(served: list[ServiceOptions]) -> None:
     serve("--consumer", "a=m", "--consumer", "b=m")
     serve(env={"DELTASYNC_CONSUMER": "a=m b=m"})
     assert [options.consumers for options in served] == [
@@ -170,7 +160,7 @@ def test_several_consumers_come_from_flags_or_the_environment(served: list[Serve
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_what(
-    served: list[ServerOptions], tmp_path: Path, content: str, said: str
+    served: list[ServiceOptions], tmp_path: Path, content: str, said: str
 ) -> None:
     (tmp_path / "c.toml").write_text(content)
     done = serve("--config", str(tmp_path / "c.toml"))
@@ -185,14 +175,19 @@ def test_a_wrong_file_is_an_error_that_says_what(
         (["--config", "/nowhere/c.toml"], "/nowhere/c.toml"),
         (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
         (["--limit", "streams"], "'streams': expected NAME=NUMBER"),
-        (["--limit", "streams=-1"], "limit streams: -1, expected a whole number of at least 1"),
-        (["--limit", "streams=" + "9" * 5000], "expected NAME=NUMBER"),
+        (["--limit", "streams=-1"], "limit streams: '-1', expected a whole number of at least 1"),
+        (["--limit", "streams=" + "9" * 5000], "expected a whole number"),
+        (["--consumer", "a=m", "--consumer", "a=n"], "'a=n': expected NAME=MODEL, and each NAME once"),
+        (["--consumer", "a/b=m"], "consumer name 'a/b'"),
+        (["--lease-seconds", "0.1"], "0.1 is not in the range 0.5<=x<=3600"),
+        (["--keep-checkpoints", "1"], "1 is not in the range x>=2"),
+        (["--replica-retention-seconds", "-1"], "-1.0 is not in the range x>=0"),
         (["--limit", "streams=0"], "limit streams: 0, expected a whole number of at least 1"),
         (["--limit", "colours=1"], "unknown limit 'colours'; limits: models"),
         (["--checkpoint-bytes", "0"], "--checkpoint-bytes"),
         (
             ["--checkpoint-bytes", "9000000", "--log-max-bytes", "8000000"],
-            "checkpoint_bytes: 9000000, expected 1 to 2000000",
+            "checkpoint-bytes: 9000000, expected at most 2000000",
         ),
         (["--log-max-bytes", "1"], "--log-max-bytes"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
@@ -201,7 +196,7 @@ def test_a_wrong_file_is_an_error_that_says_what(
     ],
 )
 def test_a_wrong_flag_is_an_error_that_says_which(
-    served: list[ServerOptions], arguments: list[str], said: str
+    served: list[ServiceOptions], arguments: list[str], said: str
 ) -> None:
     done = serve(*arguments)
     assert done.exit_code == 2

@@ -19,7 +19,7 @@ from deltasync.cluster.bucket import (
     to_member,
 )
 from deltasync.cluster.heirs import heir_of, next_after, next_steps, ranked, responsibility_for
-from deltasync.cluster.member import Claim, ClusterOptions, Member
+from deltasync.cluster.member import Claim, Member
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
 processes = st.sets(st.sampled_from("abcdefgh"), min_size=1)
@@ -157,9 +157,3 @@ def test_what_is_answered_names_another_process_that_is_alive(state: ClusterStat
 def test_of_two_claims_all_take_the_same_one_for_the_later(one: Claim, other: Claim) -> None:
     if (one.epoch, one.process) != (other.epoch, other.process):
         assert one.counts_before(other) != other.counts_before(one)
-
-
-@pytest.mark.parametrize("wrong", [{"lease_seconds": 0.0}, {"lease_seconds": 1e9}, {"taking_at_once": 0}])
-def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidInput, match=next(iter(wrong))):
-        ClusterOptions(**wrong)  # type: ignore[arg-type]

@@ -245,9 +245,9 @@ def test_it_says_what_has_changed_and_what_has_not() -> None:
     wanted.append(ConsumerOptions("kept", "m"))
     assert outcome(before, after, wanted, {"wrong": "another model"}) == (
         "created: new; changed: other; unchanged: same, kept; refused: wrong; "
-        "not in the configuration and unchanged: gone; other settings apply at the next start"
+        "not in the configuration and unchanged: gone"
     )
-    assert outcome({}, {}, [], {}) == "no consumers; other settings apply at the next start"
+    assert outcome({}, {}, [], {}) == "no consumers"
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class Process:
 async def process(folder: Path, name: str, url: str) -> AsyncIterator[Process]:
     async with asyncio.TaskGroup() as tasks:
         logs = ManyLogs(folder / "logs")
-        options = ServiceOptions(data_dir=folder / name, checkpoints=url, keep_checkpoints=2)
+        options = ServiceOptions(data_dir=folder / name, checkpoints=url, keep_checkpoints=2, look_seconds=0.001)
         service = Service(options, tasks, logs)
         try:
             yield Process(service, logs, url, name)
@@ -110,9 +110,8 @@ def versions_in(log: LogStore) -> set[int]:
 
 
 @contextmanager
-def written(service: Service, patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def written(service: Service) -> Iterator[list[Any]]:
     """The versions of checkpoints that the loop writes meanwhile; it looks all the time."""
-    patch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
     versions = list[Any]()
 
     def note(event: Event) -> None:
@@ -133,11 +132,9 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @in_service(checkpoint_bytes=500)
-async def test_one_is_written_once_the_log_has_enough_newer_bytes(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_is_written_once_the_log_has_enough_newer_bytes(service: Service) -> None:
     session = await publish(service)  # Every row: enough.
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         await until(lambda: versions == [1])
         await cut(session, 2, 1)
         await asyncio.sleep(0.01)
@@ -149,11 +146,9 @@ async def test_one_is_written_once_the_log_has_enough_newer_bytes(
 
 
 @in_service(checkpoint_seconds=0.05)
-async def test_one_is_written_now_and_then_while_something_changes(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_is_written_now_and_then_while_something_changes(service: Service) -> None:
     session = await publish(service)
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         await until(lambda: versions == [1])
         await cut(session, 2, 1)
         await until(lambda: versions == [1, 2])
@@ -164,21 +159,19 @@ async def test_many_versions_are_enough_too(service: Service, monkeypatch: pytes
     """Their bytes may never add up, but a seal that is no longer kept cannot be applied again."""
     monkeypatch.setattr("deltasync.service.checkpoints.KEPT_SEALS", 6)
     session = await publish(service)
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         for step in (2, 3):
             await cut(session, step, 1)
         await until(lambda: versions == [3])
 
 
 @in_service()
-async def test_a_log_that_is_full_has_one_written_at_once(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_that_is_full_has_one_written_at_once(service: Service) -> None:
     session = await publish(service)
     await cut(session, 2, 1)
     log = log_of(service)
     log.refusing = True
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         await until(lambda: versions == [2])
     assert not log.refusing
     assert versions_in(log) == set()  # Also the rows after the checkpoint before.
@@ -262,7 +255,7 @@ async def test_what_fails_is_tried_again_after_pauses_that_grow(
     monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.02)
     session = await publish(service)
     refusal = Refusal(monkeypatch, str(service.options.data_dir / "checkpoints"))
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         await until(lambda: service.checkpoints.failures == 3)
         refusal.error = None
         await cut(session, 2, 1)
@@ -275,7 +268,7 @@ async def test_checkpoints_go_on_without_their_copies(service: Service, monkeypa
     """The log is cut by those in the data directory, since no other process goes on with it."""
     Refusal(monkeypatch, "file:///nonexistent/at")
     session = await publish(service)
-    with written(service, monkeypatch) as versions:
+    with written(service) as versions:
         for step in (2, 3, 4):
             await cut(session, step, 1)
             await until(lambda: bool(versions) and versions[-1] == step)  # noqa: B023
@@ -341,7 +334,7 @@ def test_no_failure_of_one_ends_the_service(tmp_path: Path, monkeypatch: pytest.
         await a.take()
         session = await publish(a.service)
         monkeypatch.setattr(CheckpointStore, "write", broken)
-        with written(a.service, monkeypatch):
+        with written(a.service):
             a.logs.of(MODEL).refusing = True
             await until(lambda: a.service.checkpoints.failures > 0)
             assert a.service.checkpoints.troubles == ["checkpoints of model 'clicks': a defect"]

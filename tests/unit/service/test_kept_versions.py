@@ -60,10 +60,7 @@ async def test_the_newest_version_is_kept_under_a_name_and_released(service: Ser
 
 
 @in_service(keep_every_seconds=0.001, keep_last=2)
-async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.kept_versions._LOOK_SECONDS", 0.001)
+async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(service: Service) -> None:
     session = await publish(service)
     named = await service.versions.keep(MODEL, "mine")
     running = asyncio.create_task(service.versions.run())
@@ -84,7 +81,6 @@ async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(
 async def test_the_last_listing_costs_no_reading_and_has_every_change(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.service.kept_versions._LOOK_SECONDS", 0.001)
     monkeypatch.setattr("deltasync.service.kept_versions._READ_AGAIN_SECONDS", 0.001)
     failures, reading = list[Event](), CheckpointStore.kept
     service.events.listen(lambda event: failures.append(event) if event.kind is EventKind.FAILED else None)

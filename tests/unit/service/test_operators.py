@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.access.limits import LimitOptions
-from deltasync.api.reload import Reload, Reloaded
+from deltasync.api.reload import Reload
 from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
@@ -77,8 +77,9 @@ async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_
 
     consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
     reloading = asyncio.Event()
-    reload = Reload(service.consumers, service.registry, service.limits, service.events)
-    reloads = asyncio.create_task(reload.run(reloading, lambda: Reloaded(consumers, LimitOptions())))
+    reload = Reload(service.options, service.consumers, service.registry, service.limits, service.events)
+    configured = replace(service.options, consumers=consumers)
+    reloads = asyncio.create_task(reload.run(reloading, lambda: configured))
     monkeypatch.setattr(LmdbStore, "put", full)
     reloading.set()
     while "log is full" not in caplog.text:

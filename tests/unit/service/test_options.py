@@ -8,7 +8,7 @@ from deltasync.service.options import ServiceOptions
 
 PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}
 SUBSCRIBER = {"service": "h:1", "consumer": "c"}
-SERVICE = {"data_dir": Path("x")}
+SHARED = {"log": ("nats://b",), "checkpoints": "c"}
 LOG = {"directory": Path("x")}
 
 
@@ -26,16 +26,13 @@ LOG = {"directory": Path("x")}
         (SubscriberOptions, SUBSCRIBER, "consumer", "", "consumer name ''"),
         (SubscriberOptions, SUBSCRIBER, "replica", "a b", "replica name 'a b'"),
         (SubscriberOptions, SUBSCRIBER, "max_outstanding_bytes", 0, "max_outstanding_bytes 0"),
-        (ServiceOptions, SERVICE, "checkpoint_bytes", 0, "checkpoint_bytes: 0"),
-        (
-            ServiceOptions,
-            SERVICE,
-            "checkpoint_bytes",
-            17 << 30,
-            f"checkpoint_bytes: {17 << 30}, expected 1 to {16 << 30}",
-        ),
-        (ServiceOptions, SERVICE, "keep_checkpoints", 1, "keep_checkpoints: 1, expected 2 or more"),
-        (ServiceOptions, SERVICE, "replica_retention_seconds", -1.0, "replica_retention_seconds: -1.0"),
+        (ServiceOptions, {}, "checkpoint_bytes", 17 << 30, f"--checkpoint-bytes: {17 << 30}, expected at most"),
+        (ServiceOptions, {}, "tls_cert", Path("c.pem"), "also give --tls-key"),
+        (ServiceOptions, {}, "tls_client_ca", Path("ca.pem"), "also give --tls-cert and --tls-key"),
+        (ServiceOptions, SHARED, "checkpoints", None, "--log: also give --checkpoints"),
+        (ServiceOptions, SHARED, "process", "a b", "process name 'a b'"),
+        (ServiceOptions, SHARED, "advertise_http", "b:80", "--advertise-http: 'b:80': expected a URL"),
+        (ServiceOptions, SHARED, "log_replicas", 2, "--log-replicas: 2, expected 1, 3 or 5"),
         (LogOptions, LOG, "max_bytes", 1000, "max_bytes: 1000"),
     ],
 )

@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 from tests.support.wire import part
 
 from deltasync.api import process
-from deltasync.api.process import ServerOptions, streams_of
+from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
@@ -330,8 +330,7 @@ class Starting(HttpStatus):
     def __init__(self, data_dir: Path) -> None:
         port = free_port()
         self.http, self.stopping = f"http://127.0.0.1:{port}", asyncio.Event()
-        service = ServiceOptions(data_dir=data_dir)
-        options = ServerOptions(service=service, grpc_port=0, http_port=port, drain_seconds=0.1)
+        options = ServiceOptions(data_dir=data_dir, grpc_port=0, http_port=port, drain_seconds=0.1)
         self._serving = asyncio.create_task(process.run(options, self.stopping))
 
     async def ask(self, path: str) -> tuple[int, str]:

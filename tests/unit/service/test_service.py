@@ -113,10 +113,7 @@ async def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> No
 
 
 @in_service(log_max_bytes=2 << 20)
-async def test_a_log_that_was_full_takes_parts_again_after_a_checkpoint(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
+async def test_a_log_that_was_full_takes_parts_again_after_a_checkpoint(service: Service) -> None:
     wide = TableSpec("wide", 1 << 13, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
     fields: dict[str, Any] = {"tables": [wide], "shards": [Shard.whole(wide)]}
@@ -145,7 +142,6 @@ async def test_a_log_stays_full_until_a_checkpoint_is_written(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cut that finds no room meanwhile is not too large for the log."""
-    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
     monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.001)
     await publish(service)
     notes = list[object]()

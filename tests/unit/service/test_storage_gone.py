@@ -69,8 +69,7 @@ async def prove(service: Service, consumer: str) -> None:
 
 
 @asynccontextmanager
-async def going_on(service: Service, patch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    patch.setattr("deltasync.service.following._LOOK_SECONDS", 0.001)
+async def going_on(service: Service) -> AsyncIterator[None]:
     running = asyncio.create_task(service.following.run())
     try:
         yield
@@ -127,7 +126,7 @@ async def test_a_version_is_listed_once_slow_storage_has_it(service: Service, st
 
 @in_service(checkpoints=URL)
 async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
-    service: Service, storage: ControlledStorage, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage
 ) -> None:
     session = await publish(service)
     await service.consumers.create("ranked", MODEL, Policy(top_k=5))
@@ -161,7 +160,7 @@ async def test_a_version_that_cannot_be_read_is_a_failure_until_it_can(
 @pytest.mark.parametrize("fault", ["gone", "silent"])
 @in_service(checkpoints=URL)
 async def test_a_follower_goes_on_and_back_without_storage(
-    service: Service, storage: ControlledStorage, fault: str, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage, fault: str
 ) -> None:
     session = await publish(service)
     for name in ("canary", "fleet"):
@@ -176,7 +175,7 @@ async def test_a_follower_goes_on_and_back_without_storage(
     await prove(service, "canary")
     async with asyncio.timeout(10):
         with getattr(storage, fault)():
-            async with going_on(service, monkeypatch):
+            async with going_on(service):
                 await until(lambda: consumer.follows and consumer.follows.kept.version == 2)
                 await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
                 await service.following.follow("canary", "one")

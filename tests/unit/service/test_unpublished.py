@@ -248,7 +248,7 @@ async def sharing(folder: Path, **settings: Any) -> AsyncIterator[Service]:
         options = ServiceOptions(data_dir=folder / "a", checkpoints=url, **settings)
         service = Service(options, tasks, logs)
         me, bucket = Member("a", "", "", run="a"), MemoryBucket(MemoryStore())
-        owners = SharedOwners(ClusterOptions(), me, bucket, service.hosting(logs), service.events)
+        owners = SharedOwners(ClusterOptions(lease_seconds=6.0), me, bucket, service.hosting(logs), service.events)
         service.join(owners)
         await owners.start()
         try:
