@@ -2,9 +2,9 @@
 
 The modules, in the order in which a release passes through them:
 
-    registry       the views of a model's consumers, each with a loop that makes releases when they are due
+    registry       the views of all consumers
+    view           the feed of a consumer's replicas, and the loop that makes its releases when they are due
     decision       when a release is due and which rows it takes, and why
-    view           the rows that replicas receive, for streams, checkpoints and recovery
     release_maker  making one release: compare, choose and update rows, write the log, publish
     table          one table of a view: the rows that replicas hold, and its dirty rows, sorted by id
     log            the state of a view, its records in the log, and the history of its releases

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.events import EventKind, Events
@@ -18,15 +17,6 @@ from deltasync.views.log import ViewLog
 from deltasync.views.view import ReleaseLoop, View
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A view, and the task that makes its releases."""
-
-    view: View
-    loop: ReleaseLoop
-    task: asyncio.Task[None]
-
-
 class ViewRegistry:
     """Makes and removes views, in the event loop, one call at a time."""
 
@@ -36,17 +26,17 @@ class ViewRegistry:
         self._tasks = tasks
         self._events = events
         self._options = options
-        self._entries: dict[str, _Entry] = {}
+        self._loops: dict[str, ReleaseLoop] = {}
         self._recovering: dict[str, View] = {}
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so its replicas read the model's tables."""
-        entry = self._entries.get(consumer.name)
-        return entry.view if entry else None
+        loop = self._loops.get(consumer.name)
+        return loop.view if loop else None
 
     def of_model(self, model: Model) -> list[View]:
         """The views of a model, for its checkpoints. Safe to call from any thread."""
-        return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
+        return [loop.view for loop in list(self._loops.values()) if loop.view.model is model]
 
     async def replays(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
         """Read the views of consumers from the log, to recover them with their model; then call `follow`."""
@@ -69,7 +59,7 @@ class ViewRegistry:
         """Add the view that a consumer needs: its recovered one, or a new one. A paused one gets no new one until
         it resumes.
         """
-        if (entry := self._entries.get(consumer.name)) and entry.view.model is model:
+        if (present := self.get(consumer)) and present.model is model:
             return
         view = self._recovering.get(consumer.name)
         if view and view.model is model:
@@ -88,8 +78,8 @@ class ViewRegistry:
 
     async def _add(self, consumer: Consumer, view: View) -> None:
         view.follow(consumer.follows)
-        loop = ReleaseLoop(consumer, view, self._events)
-        self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
+        loop = self._loops[consumer.name] = ReleaseLoop(consumer, view, self._events)
+        loop.begin(self._tasks)
         view.model.signal.wake()  # This ends streams that read the model's own tables.
 
     def _report_lost(self, consumer: Consumer, why: str) -> None:
@@ -99,24 +89,19 @@ class ViewRegistry:
 
     async def forget(self, name: str) -> None:
         """Remove the view of a consumer, if it has one."""
-        if entry := self._entries.pop(name, None):
-            await _stop(entry)
-            await in_own_thread(ViewLog(entry.view.model.log, name).discard)
+        if loop := self._loops.pop(name, None):
+            await loop.end()
+            await in_own_thread(ViewLog(loop.view.model.log, name).discard)
 
     async def give_up(self, model: Model) -> None:
         """Stop the views of a model. The log keeps their records."""
         self._recovering = {name: view for name, view in self._recovering.items() if view.model is not model}
-        for name, entry in list(self._entries.items()):
-            if entry.view.model is model:
-                del self._entries[name]
-                await _stop(entry)
+        for name, loop in list(self._loops.items()):
+            if loop.view.model is model:
+                del self._loops[name]
+                await loop.end()
 
     async def drain(self) -> None:
         """Finish the releases under way, and make no others."""
-        for entry in list(self._entries.values()):  # Meanwhile consumers may be deleted or models given up.
-            await _stop(entry)
-
-
-async def _stop(entry: _Entry) -> None:
-    entry.loop.stop()
-    await entry.task
+        for loop in list(self._loops.values()):  # Meanwhile consumers may be deleted or models given up.
+            await loop.end()

@@ -407,44 +407,53 @@ def _missing(table: StampedTable, policy: Policy) -> TableStatus:
 
 
 class ReleaseLoop:
-    """Makes the releases of one consumer, in the event loop, until it is stopped."""
+    """Makes the releases of one consumer, in the event loop, until it is ended.
+
+    Attributes:
+        view: the view of the consumer.
+    """
 
     def __init__(
         self, consumer: Consumer, view: View, events: Events, pauses: Callable[[], Iterator[float]] = backoff
     ) -> None:
         """`pauses` yields the seconds before each attempt after a failure."""
         self._consumer = consumer
-        self._view = view
+        self.view = view
         self._events = events
         self._new_pauses, self._pauses = pauses, pauses()
         self._stopping, self._began_ns = asyncio.Event(), steady_ns()
         self._prepare_at = 0.0
         self._refused: Policy | None = None  # A policy whose tables could not be made.
 
-    def stop(self) -> None:
-        """End `run` after its present step."""
-        self._stopping.set()
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to make releases, in a task."""
+        self._task = tasks.create_task(self._run())
 
-    async def run(self) -> None:
+    async def end(self) -> None:
+        """End after the present release."""
+        self._stopping.set()
+        await self._task
+
+    async def _run(self) -> None:
         """Make releases. Report errors and retry, without affecting other consumers."""
         while not self._stopping.is_set():
             try:
                 seconds = await self._advance()
             except Exception as error:  # noqa: BLE001  # it must not end the service
                 text = "its releases cannot be made; the service retries"
-                self._view.failure = f"{text}: {error_text(error)}"
+                self.view.failure = f"{text}: {error_text(error)}"
                 self._emit(EventKind.FAILED, text, error)
                 # New versions do not shorten this pause: an error at every cut would fill the service's log.
                 await first_of(self._stopping.wait(), seconds=next(self._pauses))
                 continue
             else:
-                self._pauses, self._view.failure = self._new_pauses(), ""
+                self._pauses, self.view.failure = self._new_pauses(), ""
             if seconds != 0:
                 await self._wait(seconds)
 
     async def _advance(self) -> float | None:
         """Do what is due. Return the seconds until the next look; None = wait for a change."""
-        view, policy = self._view, self._consumer.policy
+        view, policy = self.view, self._consumer.policy
         view.drop_removed()
         following, before = view.follows, view.position
         now = next_action(policy, self._situation(policy), steady_ns(), view.options)
@@ -468,11 +477,11 @@ class ReleaseLoop:
     async def _prepare(self, policy: Policy) -> None:
         """Make the tables of the policy. If that fails, keep the old ones for now."""
         try:
-            await self._view.prepare(policy, self._overdue_version(policy), self._goes_on)
+            await self.view.prepare(policy, self._overdue_version(policy), self._goes_on)
         except (InvalidInput, StorageFailed) as error:
-            if not self._view.trouble:  # The log refused a release.
+            if not self.view.trouble:  # The log refused a release.
                 raise
-            self._refused, self._prepare_at = policy, time.monotonic() + self._view.options.retry_seconds
+            self._refused, self._prepare_at = policy, time.monotonic() + self.view.options.retry_seconds
             self._emit(EventKind.FAILED, "its policy is not in force", error)
 
     def _emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
@@ -483,10 +492,10 @@ class ReleaseLoop:
         return self._consumer.pause is None
 
     def _goes_on_to(self, follows: Follow) -> bool:
-        return self._goes_on() and self._view.follows is follows and not self._stopping.is_set()
+        return self._goes_on() and self.view.follows is follows and not self._stopping.is_set()
 
     def _situation(self, policy: Policy) -> Situation:
-        view, model = self._view, self._view.model
+        view, model = self.view, self.view.model
         state, position, replicas = view.state, view.position, self._consumer.replicas.values()
         oldest, recent = state.oldest_dirty_version, islice(reversed(model.seals), PACE_VERSIONS)
         again = self._prepare_at - time.monotonic() if policy == self._refused else 0.0
@@ -512,7 +521,7 @@ class ReleaseLoop:
         """The newest version older than the policy's maximum age."""
         if policy.max_age_seconds is None:
             return 0
-        limit, seals = steady_ns() - int(policy.max_age_seconds * 1e9), self._view.model.seals
+        limit, seals = steady_ns() - int(policy.max_age_seconds * 1e9), self.view.model.seals
         older = bisect_right(seals, limit, key=lambda seal: self._sealed_ns(seal.version))
         return seals[older - 1].version if older else 0
 
@@ -521,11 +530,11 @@ class ReleaseLoop:
 
         If the time is known only by the wall clock, the version counts as sealed before this loop began.
         """
-        moment = self._view.model.seals.sealed_at(version)
+        moment = self.view.model.seals.sealed_at(version)
         return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
 
     async def _wait(self, seconds: float | None) -> None:
-        events = (self._consumer.signal.changed(), self._view.model.changed(), self._stopping.wait())
+        events = (self._consumer.signal.changed(), self.view.model.changed(), self._stopping.wait())
         await first_of(*events, seconds=seconds)
 
 

@@ -234,14 +234,14 @@ async def test_an_unexpected_error_is_reported_and_retried(
             if name != "plan":
                 await view.prepare(TOP)
             patch.setattr(owner, name, broken)
-            tasks.create_task(loop.run())
+            loop.begin(tasks)
             await local.cut(changed(1, USER, 3))
             replica.applied = view.position
             await _becomes(lambda: len(told) > 2)
             assert view.failure.endswith("the service retries: ZeroDivisionError: a mistake of ours")
         await _becomes(lambda: _advanced(view, replica) and not view.failure)
         assert view.state.compared_version == 2
-        loop.stop()
+        await loop.end()
     assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
     assert isinstance(told[0].error, ZeroDivisionError)
     assert told[0].subject == {"consumer": "top"}
@@ -257,12 +257,12 @@ async def test_a_policy_is_in_force_although_the_log_refuses_a_release(
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
             patch.setattr(ViewLog, "write", refuse)
-            tasks.create_task(loop.run())
+            loop.begin(tasks)
             await _becomes(lambda: len(told) > 1)
             assert view.trouble == ""
             assert view.failure == "its releases cannot be made; the service retries: the disk is full"
         await _becomes(lambda: view.may_serve(TOP) and not view.failure)
-        loop.stop()
+        await loop.end()
     assert {each.text for each in told if each.error} == {"its releases cannot be made; the service retries"}
 
 
@@ -275,12 +275,12 @@ async def test_an_error_at_every_version_is_reported_once(
     loop = loop_of(view, replica, told, 3600.0)
     monkeypatch.setattr(ReleaseMaker, "_turns", broken)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(loop.run())
+        loop.begin(tasks)
         for seed in range(5):
             await local.cut(changed(seed, USER, 3))
         await _becomes(lambda: bool(told))
         await local.cut(changed(5, USER, 3))
-        loop.stop()
+        await loop.end()
     assert len(told) == 1
 
 
