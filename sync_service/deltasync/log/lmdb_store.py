@@ -328,9 +328,10 @@ class LmdbStore:
 def read_small_record(directory: Path, name: str) -> bytes | None:
     """Read a small record of a log that is not open, without a change of any file; None if there is none."""
     file, key = directory / "data.mdb", name.encode()
-    check_size(file)
-    if not file.exists() or not file.stat().st_size:
-        return None
+    with writing(f"the log in {directory} cannot be opened", directory):
+        check_size(file)
+        if not file.exists() or not file.stat().st_size:
+            return None
     try:
         with closing(lmdb.open(str(directory), readonly=True, lock=False, create=False, max_dbs=4)) as env:
             database = env.open_db(_META, create=False)

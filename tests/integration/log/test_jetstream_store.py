@@ -344,7 +344,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
 
 
 def of_three(brokers: Brokers) -> BrokerOptions:
-    return BrokerOptions(urls=brokers.urls, prefix=next(PREFIXES), replicas=3, max_bytes=MAX_BYTES)
+    return BrokerOptions(urls=brokers.urls, prefix=next(PREFIXES), replicas=3, max_bytes=64 << 30)
 
 
 @pytest.mark.nightly
