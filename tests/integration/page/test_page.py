@@ -418,7 +418,7 @@ def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSyn
 
 
 AWAY = [{"replica": "p", "reason": "away for 3 s: its connection was lost"}]
-UNKNOWN = {"state": "waiting", "head": None, "versions": None, "seconds": None, "replicas": 0, "connected": 0}
+UNKNOWN = {"state": "waiting", "head": None, "lag": None, "fleet": None, "connected": None}
 SYNC, STALE, TRAINERS = (f'li:has-text("{title}")' for title in ("In sync?", "How stale?", "Trainers"))
 SERVICE = '.flow > li:has(strong:text-is("Service"))'
 CONSUMER = 'table:has-text("unsent") tr:has-text("predictors")'
@@ -430,10 +430,10 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
     ("consumers", {}, {SYNC: "In sync?all1 consumer, 1 replica"}),
     (
         "consumers",
-        {"wrong": AWAY, "connected": 0},
+        {"replicas": AWAY, "connected": 0},
         {SYNC: "In sync?all but 1 replica1 consumer, 1 of 1 replica to look at", CONSUMER: "in sync"},
     ),
-    ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, 1 of 1 replica to look at"}),
+    ("consumers", {"replicas": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, 1 of 1 replica to look at"}),
     ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, but not verified"}),
     ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?unknown"}),
     ("consumers", UNKNOWN, {SYNC: "In sync?1 of 1 not", CONSUMER: "waiting"}),
@@ -482,7 +482,7 @@ def test_what_is_not_known_is_a_dash(in_sync: InSync, opened: Open) -> None:
     answer(page, status)
     page.goto(in_sync.http)
     cells = page.locator(CONSUMER).locator("td.number")
-    expect(cells).to_have_text(["\N{EN DASH}"] * 6)
+    expect(cells).to_have_text(["\N{EN DASH}"] * 9)
     for cell in cells.all():
         expect(cell).to_have_attribute("title", "unknown")
     expect(page.locator(CUT)).to_contain_text(re.compile(r"s so far"))
@@ -499,12 +499,12 @@ def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
     def behind(route: Route) -> None:
         lag = route.fetch().json()
         for each in lag["tables"]:
-            each |= {"rows": 5, "oldest_row_seconds": 0.0, "unsent_norm": None, "unsent_share": None}
+            each |= {"rows": 5, "oldest_row_seconds": None, "unsent_norm": None, "unsent_share": None}
         route.fulfill(json=lag | {"offset": 1234, "release": releases[offset]})
 
     page = opened("about:blank")
     answer(page, in_sync.status)
-    page.route("**/consumers/predictors/lag", behind)
+    page.route("**/consumers/predictors", behind)
     for offset in releases:
         page.goto("about:blank")
         page.goto(f"{in_sync.http}/#/consumers/predictors")
@@ -516,7 +516,7 @@ def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
 def test_a_consumer_that_needs_somebody_comes_first_and_is_not_green(in_sync: InSync, opened: Open) -> None:
     status = deepcopy(in_sync.status)
     status["consumers"] = [status["consumers"][0] | {"consumer": each} for each in ("a", "b", "c")]
-    status["consumers"][1] |= {"wrong": AWAY}
+    status["consumers"][1] |= {"replicas": AWAY}
     page = opened("about:blank")
     answer(page, status)
     page.goto(in_sync.http)

@@ -69,7 +69,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     target = NumpyTarget()
     with subscriber(service, target) as replica:
         train(service, tmp_path / "first", 640, *ways)
-        head = service.get_json("/consumers/predictors/lag")["head"]
+        head = service.get_json("/consumers/predictors")["head"]
         assert head > 1, "the last steps are a version of their own"
         assert head + absorbed_cuts(tmp_path / "first") >= 20 // 3
         replica.wait_for(head, 30)
@@ -83,7 +83,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
         assert published_rows(service) - first < 1000 < first, (
             "a run that continues publishes only what it changes"
         )
-        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+        replica.wait_for(service.get_json("/consumers/predictors")["head"], 30)
         assert unequal_rows(trainer_state(tmp_path / "second"), held(target)) == {}
     assert len(list((tmp_path / "scalars").glob("rank-*/events.out.tfevents.*"))) == 4
     told, others = scalars(tmp_path / "scalars/rank-0"), scalars(tmp_path / "scalars/rank-1")

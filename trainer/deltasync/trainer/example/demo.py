@@ -222,7 +222,7 @@ class DemoRun:
         name = self.fleets[0].consumer
         self.say(f"service: pid {service.pid}, gRPC on {service.grpc}; while it runs, try")
         lag = f"deltasync lag {name} --endpoint {self._credentials.file(STATUS)}"
-        self.say(f"  {lag if secure else f'curl {service.http}/consumers/{name}/lag'}")
+        self.say(f"  {lag if secure else f'curl {service.http}/consumers/{name}'}")
         self.say(f"  {service.http}/ in a browser{', with the token' if secure else ''}")
 
     def start_others(self) -> None:
