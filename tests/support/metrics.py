@@ -21,7 +21,6 @@ POLICY_METRICS: dict[str, set[str]] = {
     "deltasync_consumer_left_norm": _CONSUMER,
     "deltasync_consumer_table_unsent_share": _TABLE,
     "deltasync_replica_unsent_norm": _REPLICA,
-    "deltasync_replica_unsent_share": _REPLICA,
     "deltasync_consumer_table_unsent_norm": _TABLE,
     "deltasync_consumer_table_oldest_row_seconds": _TABLE,
 }

@@ -50,9 +50,11 @@ def shown(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def part(record: type, prefix: str = "", *, columns: bool = True, default: Any = MISSING) -> Any:
-    """Declare a field that is a record: its metrics, with a prefix, and its columns are those of the outer one."""
-    return field(default=default, metadata={"part": (record, prefix, columns)})
+def part(
+    record: type, prefix: str = "", *, without: str = "", columns: bool = True, default: Any = MISSING
+) -> Any:
+    """Declare a field that is a record whose columns, and metrics with a prefix, are those of the outer one."""
+    return field(default=default, metadata={"part": (record, prefix, without, columns)})
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ def _paths(declaration: Field[Any]) -> Iterator[Path]:
     if "shown" in metadata:
         yield Path((name,), metadata["shown"], declaration.type in (int, float, int | None, float | None))
     elif "part" in metadata:
-        record, prefix, with_columns = metadata["part"]
+        record, prefix, without, with_columns = metadata["part"]
         for inner in declared(record):
-            gauge = prefix + inner.shown.gauge if inner.shown.gauge else ""
+            gauge = prefix + inner.shown.gauge if inner.shown.gauge not in ("", without) else ""
             title = inner.shown.title if with_columns else ""
             yield replace(inner, names=(name, *inner.names), shown=replace(inner.shown, gauge=gauge, title=title))
 
@@ -215,7 +217,7 @@ class ReplicaStatus:
         "Seconds since it connected, or left; at most since the service started.", "since", "seconds"
     )
     offset: int = shown("Last version that it acknowledged; with a policy, last release.", "offset")
-    lag: Lag = part(Lag, "replica_")
+    lag: Lag = part(Lag, "replica_", without="unsent_share")
     checked: bool = shown(
         "Whether its last acknowledgement had the right checksums: 1 or 0.",
         "checked",
