@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
@@ -33,8 +32,7 @@ def version_routes(on: Collaborators) -> APIRouter:
         kept, followers = await versions.kept(name), versions.followers_of(name)
 
         def answer() -> str:
-            now = time.time_ns()
-            lines = (vars(kept_status(each, followers, now, own)) for each, own in kept)
+            lines = (vars(kept_status(each, followers, own)) for each, own in kept)
             return f"[{','.join(map(json.dumps, lines))}]"
 
         # In a thread, and line by line, because cuts must not wait for thousands of lines.
@@ -45,7 +43,7 @@ def version_routes(on: Collaborators) -> APIRouter:
         """Keep the newest version of a model. Needs role admin."""
         keeping = versions.keep(name, body.name if body else "", author())
         kept = await while_wanted(request, on.draining, keeping)
-        return kept_status(kept, {}, time.time_ns(), 0)
+        return kept_status(kept, {}, 0)
 
     @router.delete("/models/{name}/versions/{version}", status_code=204)
     async def release(name: str, version: str) -> None:

@@ -209,7 +209,7 @@ class Sampler:
             trainers=rank_statuses(models.coordinators),
             consumers=consumers,
             cuts=cuts,
-            kept=kept_statuses(sources.versions, KEPT, time.time_ns()),
+            kept=kept_statuses(sources.versions, KEPT),
             events=sources.recent_events.newest(EVENTS),
         )
 

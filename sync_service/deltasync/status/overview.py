@@ -279,16 +279,14 @@ def _waiting(models: Models, consumer: Consumer, state: State, why: str) -> Cons
     return replace(known, head=None, head_step=None, offset=None, lag=None, fleet=None, connected=None, away=None)
 
 
-def kept_status(
-    kept: KeptVersion, followers: Mapping[str, list[str]], now_unix_ns: int, own_bytes: int | None = None
-) -> KeptStatus:
+def kept_status(kept: KeptVersion, followers: Mapping[str, list[str]], own_bytes: int | None = None) -> KeptStatus:
     """A kept version; `followers` are consumers by the id of the version that they follow."""
     return KeptStatus(
         model=kept.model,
         version=kept.version,
         name=kept.name,
         step=kept.seal.step,
-        seconds_ago=round(max(0, now_unix_ns - kept.seal.sealed_unix_ns) / 1e9, 3),
+        sealed_unix_ns=kept.seal.sealed_unix_ns,
         event_time_unix_ns=kept.seal.event_time_unix_ns,
         kept_unix_ns=kept.kept_unix_ns,
         bytes=kept.bytes,
@@ -298,7 +296,7 @@ def kept_status(
     )
 
 
-def kept_statuses(versions: Versions, count: int, now_unix_ns: int) -> list[KeptStatus]:
+def kept_statuses(versions: Versions, count: int) -> list[KeptStatus]:
     """At most `count` kept versions of this process's models, newest first, as far as they have been read.
 
     Versions that a consumer follows come before others, then those with a name. In the event loop.
@@ -306,6 +304,6 @@ def kept_statuses(versions: Versions, count: int, now_unix_ns: int) -> list[Kept
     lines = list[KeptStatus]()
     for model, kept in versions.listed().items():
         followers = versions.followers_of(model)
-        lines += [kept_status(each, followers, now_unix_ns) for each in kept]
-    chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, line.seconds_ago))[:count]
-    return sorted(chosen, key=lambda line: line.seconds_ago)
+        lines += [kept_status(each, followers) for each in kept]
+    chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, -line.sealed_unix_ns))[:count]
+    return sorted(chosen, key=lambda line: -line.sealed_unix_ns)

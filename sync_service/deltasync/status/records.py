@@ -565,13 +565,13 @@ class VersionStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptStatus:
-    """A kept version of a model, sealed `seconds_ago`. Times are nanoseconds since 1970."""
+    """A kept version of a model. Times are nanoseconds since 1970."""
 
     model: str
     version: int = shown("Its number.", "version")
     name: str = shown("Its name; may be empty.", "name")
     step: int = shown("The trainer's step.", "step")
-    seconds_ago: float
+    sealed_unix_ns: int
     event_time_unix_ns: int | None = shown(
         "Age of the newest event on which it was trained.", "events", "age of ns"
     )

@@ -144,11 +144,11 @@ function wrongReplicas({ consumers }) {
 }
 
 // The last cuts, and the older versions that are kept, newest first.
-function cutsAndKept({ cuts, kept }) {
+function cutsAndKept({ cuts, kept, unix_ms }) {
   const key = (line) => `${line.model}/${line.version}`;
   const lines = new Map(cuts.map((each) => [key(each), { ...each, kept: [] }]));
   for (const each of kept) {
-    if (!lines.has(key(each))) lines.set(key(each), { ...each, rows: null, bytes: null, seconds: null, kept: [] });
+    if (!lines.has(key(each))) lines.set(key(each), { ...each, seconds_ago: Math.max(0, unix_ms / 1000 - each.sealed_unix_ns / 1e9), rows: null, bytes: null, seconds: null, kept: [] });
     lines.get(key(each)).kept.push(each);
   }
   return [...lines.values()].sort(by("seconds_ago"));
