@@ -88,7 +88,7 @@ def http_requests(target: Target) -> Outcome:
     paths = (
         "/metrics",
         "/consumers",
-        "/consumers/predictors/lag",
+        "/consumers/predictors",
         "/tables",
         "/models",
         "/nowhere",

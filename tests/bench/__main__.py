@@ -77,7 +77,7 @@ _add(
     "restart",
     "Bytes that a trainer publishes which restarts behind what is published, over those of the rows it lacks.",
 )
-_add("scale", "Time of a cut into a large table, and of /lag, against the same with a small table.")
+_add("scale", "Time of a cut into a large table, and of a consumer's status, against the same with a small table.")
 _add(
     "checkpoint",
     "Time of a cut while a checkpoint is written, bytes that checkpoints write, and time to load one.",

@@ -106,11 +106,11 @@ class SizedTable:
     def lag(self) -> float:
         """Ask for the lag of its consumer: seconds until it is there."""
         started = time.perf_counter()
-        self._connection.request("GET", f"/consumers/{_MODEL}/lag")
+        self._connection.request("GET", f"/consumers/{_MODEL}")
         answer = self._connection.getresponse()
         answer.read()
         if answer.status != http.HTTPStatus.OK:
-            raise RuntimeError(f"/lag is answered with status {answer.status}")
+            raise RuntimeError(f"the consumer's status is answered with {answer.status}")
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:

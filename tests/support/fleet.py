@@ -191,7 +191,7 @@ def wait_for_lag(service: Reachable, consumer: str, wanted: Callable[[dict[str, 
     """Wait until the lag of a consumer fulfils a condition; returns the lag."""
     deadline = time.monotonic() + WAIT
     while True:
-        lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
+        lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}")
         if wanted(lag):
             return lag
         assert time.monotonic() < deadline, lag

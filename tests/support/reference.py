@@ -17,8 +17,7 @@ from tests.support.documents import ROOT
 
 from deltasync.access.limits import LimitOptions
 from deltasync.api.application import create_app
-from deltasync.base.clock import Durations
-from deltasync.base.events import EventCounts, EventKind
+from deltasync.base.events import EventKind
 from deltasync.base.settings import settings_in
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
@@ -185,7 +184,6 @@ def events() -> str:
 
 def metrics() -> str:
     """The page of the metrics."""
-    nothing = Figures(consumers=(), models=(), events=EventCounts(), log_bytes=0, commits=Durations(), volumes=())
     rows = [
         (
             f"`{each.name}{_ENDS.get(each.type, '')}`",
@@ -193,7 +191,7 @@ def metrics() -> str:
             ", ".join(getattr(each, "_labelnames", ())),
             each.documentation,
         )
-        for each in families(nothing, 0)
+        for each in families(Figures(), 0)
     ]
     return (
         "# Metrics\n\n"
@@ -214,7 +212,7 @@ def http() -> str:
     pieces = [
         "# HTTP routes\n\n"
         "`GET /` is the page for people, with its parts under `GET /page/{name}`. `GET /openapi.json` describes\n"
-        "every route and answer for programs, and `GET /docs` shows that as a page.\n"
+        "every route, body and answer for programs. All bodies are JSON.\n"
         'An error is `{"error": NAME, "message": TEXT}`: see [the table](../../../protos/README.md#errors).\n'
     ]
     rows = []

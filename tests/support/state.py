@@ -18,7 +18,7 @@ class Reachable(Protocol):
 
 def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
     """A consumer's lag without the values that grow with time."""
-    lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
+    lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}")
     for each in (lag, *lag["replicas"]):
         each["lag"] = {name: value for name, value in each["lag"].items() if "seconds" not in name}
     grows = ("seconds_since_ack", "connected", "since_seconds", "reason", "left")
@@ -30,7 +30,7 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
 
 def rows_of(service: Reachable) -> dict[str, np.ndarray]:
     """All rows that the service sends to a new replica of consumer "probes"."""
-    head = service.get_json("/consumers/probes/lag")["head"]
+    head = service.get_json("/consumers/probes")["head"]
     target = NumpyTarget()
     with Subscriber(SubscriberOptions(service=service.grpc, consumer="probes", replica="probe"), target) as probe:
         probe.wait_for(head, 20)

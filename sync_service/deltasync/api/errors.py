@@ -85,12 +85,20 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {_why(each)}" for each in error.errors())
         return error_response(InvalidInput(wrong))
 
     @app.exception_handler(HTTPException)
-    async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:
-        name = OF_ROUTES.get(error.status_code, "InvalidInput")
+    async def on_http(_request: Request, error: HTTPException) -> JSONResponse:
+        name, text = OF_ROUTES.get(error.status_code), str(error.detail)
+        if name is None:  # The body could not be read.
+            return error_response(InvalidInput(text))
         current_call().error = error
-        text = f"{error.detail}: /openapi.json lists all routes and their methods"
+        text = f"{text}: /openapi.json lists all routes and their methods"
         return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)
+
+
+def _why(error: Any) -> str:
+    """The text of one of pydantic's errors; of our own, without pydantic's words for it."""
+    own = error.get("ctx", {}).get("error")
+    return str(own) if own else str(error["msg"])

@@ -1,15 +1,11 @@
 """HTTP connections: accepting, limiting and closing idle ones."""
 
 import asyncio
-import contextlib
-import errno
-import os
 import socket
 import ssl
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -64,18 +60,15 @@ def _names(transport: asyncio.BaseTransport) -> tuple[str, ...]:
     return names_of_certificate(tls.getpeercert()) if tls else ()
 
 
-# Refusals in a row before other tasks get their turn.
-_REFUSALS_AT_ONCE = 64
 _WATCH_SECONDS = 1.0
 # Seconds of silence before the kernel probes a peer, seconds between probes, and failures to tolerate.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class HttpListener(socket.socket):
-    """A listening socket that enforces the limits, in total and per peer.
+    """A listening socket that closes and counts connections beyond the limits, in total and per peer.
 
-    It closes and counts connections beyond a limit, or beyond the process's file descriptors.
+    uvicorn has no limit per peer, and its `limit_concurrency` counts no connection before its TLS handshake.
     """
 
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
@@ -85,78 +78,43 @@ class HttpListener(socket.socket):
         self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             self.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._limits = limits
-        self._of_peer = Counter[str]()
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
-
-    def close(self) -> None:
-        """Stop listening."""
-        super().close()
-        self._give_spare()
+        self._limits, self._of_peer = limits, Counter[str]()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept the next connection within the limits; return it with its peer's address.
+        """Accept a connection; return it with its peer's address.
 
         Raises:
-            BlockingIOError: no connection within the limits is waiting.
+            ConnectionAbortedError: it is beyond a limit. The event loop continues with the next one.
         """
-        for _ in range(_REFUSALS_AT_ONCE):
-            connection, address = self._take()
-            try:
-                return self._counted(connection, network_of(str(address[0]))), address
-            except LimitReached:
-                connection.close()
-        raise BlockingIOError
-
-    def _take(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        peer = network_of(str(address[0]))
         try:
-            return super().accept()
-        except OSError as error:
-            if error.errno not in _NO_DESCRIPTOR:
-                raise
-        self._refuse_one()
-        raise BlockingIOError
-
-    def _refuse_one(self) -> None:
-        """Accept and close a connection with the spare descriptor, or it would wake the loop for ever."""
-        self._limits.refused["http_connections"] += 1
-        self._give_spare()
-        with contextlib.suppress(OSError):
-            super().accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY)
-
-    def _give_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-        self._spare = None
-
-    def _counted(self, connection: socket.socket, peer: str) -> socket.socket:
-        self._limits.check_more("http_connections")
-        self._limits.check("http_connections_per_peer", self._of_peer[peer] + 1)
-        self._limits.add("http_connections")
-        self._of_peer[peer] += 1
-        return _Connection(connection, partial(self._forget, peer))
-
-    def _forget(self, peer: str) -> None:
-        self._limits.add("http_connections", -1)
-        self._of_peer[peer] -= 1
-        if not self._of_peer[peer]:
-            del self._of_peer[peer]
+            self._limits.check_more("http_connections")
+            self._limits.check("http_connections_per_peer", self._of_peer[peer] + 1)
+        except LimitReached as error:
+            connection.close()
+            raise ConnectionAbortedError from error
+        return _Connection(connection, peer, self._limits, self._of_peer), address
 
 
 class _Connection(socket.socket):
-    """A connection that calls a function when it is closed."""
+    """A connection that counts until it is closed."""
 
-    def __init__(self, accepted: socket.socket, when_closed: Callable[[], None]) -> None:
+    def __init__(self, accepted: socket.socket, peer: str, limits: Limits, of_peer: Counter[str]) -> None:
         super().__init__(fileno=accepted.detach())
-        self._when_closed: Callable[[], None] | None = when_closed
+        self._peer, self._limits, self._of_peer = peer, limits, of_peer
+        self._count(1)
 
     def close(self) -> None:
+        if self.fileno() != -1:
+            self._count(-1)
         super().close()
-        when_closed, self._when_closed = self._when_closed, None
-        if when_closed:
-            when_closed()
+
+    def _count(self, number: int) -> None:
+        self._limits.add("http_connections", number)
+        self._of_peer[self._peer] += number
+        if not self._of_peer[self._peer]:
+            del self._of_peer[self._peer]
 
 
 async def end_silent(connections: Iterable[Any], limits: Limits) -> None:

@@ -18,6 +18,7 @@ from deltasync.access.roles import Role
 from deltasync.access.tls import names_of_auth_context
 from deltasync.api.errors import abort, as_stream, error_response
 from deltasync.api.http_server import CERTIFICATE_NAMES
+from deltasync.api.requests import encoded_path
 from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceFailed
 from deltasync.base.events import error_text
 
@@ -147,7 +148,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        method, path = scope["method"], scope["path"]
+        method, path = scope["method"], encoded_path(scope)
         with self._access.call(
             f"{method} {path}", need_of_request(method, path), _credentials_of_request(scope)
         ) as opened:

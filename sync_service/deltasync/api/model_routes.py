@@ -1,78 +1,55 @@
-"""Models, tables, trainers and pending deletes over HTTP."""
+"""Models, tables, ranks, versions and pending deletes over HTTP."""
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 
 from deltasync.access.roles import author
-from deltasync.api.requests import json_object
-from deltasync.base.clock import steady_ns
-from deltasync.base.errors import InvalidInput, NotFound
+from deltasync.api.requests import DeleteBody, EncodedRoute
+from deltasync.base.errors import NotFound
 from deltasync.core.cut_times import KEPT_CUTS
-from deltasync.cuts.coordinator import CutCoordinator, CutRefusal
-from deltasync.model.model import Model
 from deltasync.service.models import Models
 from deltasync.service.operators import PendingDelete, Removals
 from deltasync.status.answers import Answers
-from deltasync.status.lag import ConsumerLag, TableLag
-from deltasync.status.overview import TrainerLine, trainer_lines
-from deltasync.status.versions import VersionLine, last_cuts, version_lines
+from deltasync.status.overview import process_statuses, rank_statuses, table_statuses
+from deltasync.status.records import (
+    ConsumerStatus,
+    ModelStatus,
+    ProcessStatus,
+    RankStatus,
+    TableConsumer,
+    TableStatus,
+    VersionStatus,
+)
+from deltasync.status.versions import last_cuts, version_statuses
+
+_Model = Annotated[str | None, Query(description="Only this model.")]
+_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Maximum number of versions of each model.")]
 
 
 @dataclass(frozen=True)
-class RankLine:
-    """One rank of the run that publishes a model.
+class DeleteStatus:
+    """A pending delete; `asked_unix_ns` distinguishes it from other deletes of its model."""
 
-    Attributes:
-        rank: its number.
-        connected: whether it is connected.
-        finished: whether it said goodbye. A rank that is neither connected nor finished is lost.
-        since_seconds: seconds since it connected or left.
-        left: why its last stream ended; empty while connected.
-    """
-
-    rank: int
-    connected: bool
-    finished: bool
-    since_seconds: float
-    left: str
-
-
-@dataclass(frozen=True)
-class RefusalLine:
-    """The last time that the service refused a cut because of its rows, and why."""
-
-    seconds_ago: float
+    model: str
+    table: str
+    rows: int
+    asked_unix_ns: int
     reason: str
 
 
-@dataclass(frozen=True)
-class ModelLine:
-    """A model, its newest version, and its run with the ranks that connected since the service started.
+def model_routes(models: Models, removals: Removals, answers: Answers) -> APIRouter:
+    """The routes."""
+    router = APIRouter(route_class=EncodedRoute)
 
-    `run` is empty until the first rank connects.
-    """
-
-    model: str
-    head: int
-    run: str
-    ranks: list[RankLine]
-    refused: RefusalLine | None
-    quarantine: str
-
-
-def model_routes(models: Models, removals: Removals) -> APIRouter:
-    """Routes for models."""
-    router = APIRouter()
-
-    @router.get("/models", name="models")
-    async def all_models() -> list[ModelLine]:
-        """The models of this process, and the runs that publish them."""
+    @router.get("/models")
+    async def all_models() -> list[ModelStatus]:
+        """The models of this process, and those that no process owns."""
         models.check_confirmed()
-        return [_model_line(each, models.coordinators.get(name)) for name, each in sorted(models.items())]
+        return answers.models()
 
     @router.delete("/models/{name}", status_code=204)
     async def delete_model(name: str) -> None:
@@ -89,229 +66,68 @@ def model_routes(models: Models, removals: Removals) -> APIRouter:
         """Delete a table that no connected rank publishes. Needs role admin."""
         await removals.delete_table(name, table, author())
 
-    return router
-
-
-def _model_line(model: Model, coordinator: CutCoordinator | None) -> ModelLine:
-    head = model.seals.newest_version
-    if coordinator is None:
-        return ModelLine(model.name, head, run="", ranks=[], refused=None, quarantine="")
-    now = steady_ns()
-    ranks = [
-        RankLine(rank, not each.ended, each.finished, round((now - each.since_ns) / 1e9, 3), each.left)
-        for rank, each in sorted(coordinator.sessions.items())
-    ]
-    return ModelLine(
-        model.name, head, coordinator.run_id, ranks, _refused(coordinator.refusal), coordinator.quarantine
-    )
-
-
-def _refused(refusal: CutRefusal | None) -> RefusalLine | None:
-    if refusal is None:
-        return None
-    return RefusalLine(round((steady_ns() - refusal.at_ns) / 1e9, 3), refusal.reason)
-
-
-@dataclass(frozen=True)
-class TableLine:
-    """A table in a list.
-
-    `bytes` counts its values. `ranks_differ` is true if ranks of the trainer have different rows, for example in a
-    buffer; the service then keeps the first rank's. `refused` is the reason if the last cut was refused for rows
-    of this table.
-    """
-
-    model: str
-    table: str
-    rows: int
-    dim: int
-    dtype: str
-    bytes: int
-    head: int
-    kind: str
-    ranks_differ: bool
-    refused: str
-
-
-@dataclass(frozen=True)
-class FollowedTable:
-    """The lag of a consumer in a table."""
-
-    consumer: str
-    state: str
-    lag: TableLag
-
-
-@dataclass(frozen=True)
-class TableDetail:
-    """A table of a model, and the consumers that follow it."""
-
-    table: TableLine
-    consumers: list[FollowedTable]
-
-
-def table_routes(models: Models, answers: Answers) -> APIRouter:
-    """Routes for tables."""
-    router = APIRouter()
-
     @router.get("/tables")
-    async def tables() -> list[TableLine]:
+    async def tables() -> list[TableStatus]:
         """The tables of this process's models."""
         models.check_confirmed()
-        return [line for name in sorted(models) for line in _lines(models, name)]
+        return [line for name in sorted(models) for line in table_statuses(models, name)]
 
     @router.get("/tables/{name:path}")
-    async def table(name: str) -> list[TableDetail]:
-        """The tables with this name in all models of this process, and the lag of consumers in them."""
+    async def table(name: str) -> list[TableStatus]:
+        """The tables with this name in all models of this process, with the lag of consumers in them."""
         models.check_confirmed()
-        lines = [line for model in sorted(models) for line in _lines(models, model, name)]
+        every = (line for model in sorted(models) for line in table_statuses(models, model))
+        lines = [line for line in every if line.table == name]
         if not lines:
             raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables lists its tables")
-        lags = await answers.lags({line.model for line in lines})
-        return await asyncio.to_thread(lambda: [TableDetail(line, _followed(line, lags)) for line in lines])
-
-    return router
-
-
-def _lines(models: Models, name: str, table: str | None = None) -> Iterable[TableLine]:
-    """The tables of a model, or only the one of that name."""
-    model, coordinator = models[name], models.coordinators.get(name)
-    differing, reasons = set[str](), list[str]()
-    if coordinator:
-        differing, refusal = set(coordinator.differing), coordinator.refusal
-        reasons = [refusal.reason if refusal else "", coordinator.quarantine]
-    return [
-        TableLine(
-            model=name,
-            table=t.name,
-            rows=t.rows,
-            dim=t.dim,
-            dtype=str(t.dtype),
-            bytes=t.nbytes,
-            head=model.seals.newest_version,
-            kind=t.kind.value,
-            ranks_differ=t.name in differing,
-            refused=next((reason for reason in reasons if repr(t.name) in reason), ""),
+        consumers = await answers.consumers({line.model for line in lines})
+        return await asyncio.to_thread(
+            lambda: [replace(line, consumers=_consumers(line, consumers)) for line in lines]
         )
-        for t in (each.spec for each in model.tables)
-        if table in (None, t.name)
-    ]
-
-
-def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTable]:
-    return [
-        FollowedTable(lag.consumer, lag.state, each)
-        for lag in lags
-        if lag.model == line.model
-        for each in lag.tables
-        if each.table == line.table
-    ]
-
-
-_Model = Annotated[str | None, Query(description="Only this model.")]
-
-
-_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Maximum number of versions of each model.")]
-
-
-def trainer_routes(models: Models) -> APIRouter:
-    """Routes for trainers and versions."""
-    router = APIRouter()
 
     @router.get("/trainers")
-    async def trainers() -> list[TrainerLine]:
+    async def trainers() -> list[RankStatus]:
         """The ranks that have published this process's models since it started."""
         models.check_confirmed()
-        return trainer_lines(models.coordinators)
+        return rank_statuses(models.coordinators)
 
     @router.get("/versions")
-    async def versions(model: _Model = None, last: _Last = 20) -> list[VersionLine]:
-        """The last versions of this process's models since it started, newest first; at most 200 of each.
-
-        `seconds` has the duration of each phase: gather (collecting the changed rows), send, seal (checks, and
-        waiting for the previous version), log (until durable), apply, release (until sent) and ack.
-        """
+    async def versions(model: _Model = None, last: _Last = 20) -> list[VersionStatus]:
+        """The last versions of this process's models since it started, newest first; at most 200 of each."""
         models.check_confirmed()
         every = [each for _, each in sorted(models.items())] if model is None else [models.model(model)]
         cuts = [cut for each in every for cut in last_cuts([each], last)]
-        return await asyncio.to_thread(version_lines, cuts)
+        return await asyncio.to_thread(version_statuses, cuts)
+
+    @router.get("/deletes")
+    async def deletes() -> list[DeleteStatus]:
+        """The pending deletes of this process's models, and why each is pending."""
+        models.check_confirmed()
+        return [_delete(pending) for pending in removals.pending_deletes()]
+
+    @router.post("/deletes", status_code=202)
+    async def delete(body: DeleteBody) -> DeleteStatus:
+        """Ask a model's trainer to delete rows. Needs role admin."""
+        return _delete(await removals.delete_rows(body.model, body.table, body.ids, author()))
+
+    @router.get("/processes")
+    async def processes() -> list[ProcessStatus]:
+        """The processes of the service, with their addresses and models."""
+        return process_statuses(models.owners, models)
 
     return router
 
 
-@dataclass(frozen=True)
-class DeleteLine:
-    """A pending delete; `asked_unix_ns` distinguishes it from other deletes of its model."""
-
-    model: str
-    table: str
-    rows: int
-    asked_unix_ns: int
-    reason: str
-
-
-def delete_routes(models: Models, removals: Removals) -> APIRouter:
-    """Routes for deletes of rows."""
-    routes = APIRouter(prefix="/deletes")
-
-    @routes.get("")
-    async def deletes() -> list[DeleteLine]:
-        """The pending deletes of this process's models, and why each is pending."""
-        models.check_confirmed()
-        return [_delete_line(pending) for pending in removals.pending_deletes()]
-
-    @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
-    async def delete(request: Request) -> DeleteLine:
-        """Ask a model's trainer to delete rows. Needs role admin."""
-        by = author()
-        return _delete_line(await removals.delete_rows(*await _rows_of(request), by))
-
-    return routes
+def _consumers(table: TableStatus, consumers: Iterable[ConsumerStatus]) -> list[TableConsumer]:
+    return [
+        TableConsumer(each.consumer, each.state, lag)
+        for each in consumers
+        if each.model == table.model
+        for lag in each.tables
+        if lag.table == table.table
+    ]
 
 
-async def _rows_of(request: Request) -> tuple[str, str, Any]:
-    """Parse a body `{"model": ..., "table": ..., "ids": [...]}`.
-
-    Raises:
-        InvalidInput: the body is wrong.
-    """
-    body = await json_object(request, tuple(_KEYS), _MAX_BODY_BYTES)
-    model, table, ids = (body.get(key) for key in _KEYS)
-    if not isinstance(model, str) or not isinstance(table, str):
-        raise InvalidInput("body: expected the names of a model and a table, as strings")
-    if not isinstance(ids, list):
-        raise InvalidInput("body: expected ids, a list of integers")
-    return model, table, ids
-
-
-def _delete_line(pending: PendingDelete) -> DeleteLine:
+def _delete(pending: PendingDelete) -> DeleteStatus:
     request = pending.request
-    return DeleteLine(pending.model, request.table, len(request.ids), request.number, pending.reason)
-
-
-# 100,000 ids of 13 digits take 1.5 MB.
-_MAX_BODY_BYTES = 2 << 20
-
-
-_KEYS = {
-    "model": {"type": "string"},
-    "table": {"type": "string"},
-    "ids": {"type": "array", "items": {"type": "integer"}, "description": "Global row ids, in any order."},
-}
-
-
-# For /docs.
-_BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": _KEYS,
-                "required": list(_KEYS),
-                "additionalProperties": False,
-            },
-            "example": {"model": "clicks", "table": "sparse.embedding_bags.user", "ids": [4711]},
-        }
-    },
-}
+    return DeleteStatus(pending.model, request.table, len(request.ids), request.number, pending.reason)

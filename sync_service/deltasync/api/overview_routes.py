@@ -1,4 +1,4 @@
-"""Status, lag, events and log levels over HTTP, as JSON or as event streams."""
+"""Status, events and log levels over HTTP, as JSON or as event streams."""
 
 import asyncio
 import json
@@ -13,19 +13,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from deltasync.access.rights import Access
 from deltasync.access.roles import author, may_read
-from deltasync.api.requests import json_object
+from deltasync.api.requests import EncodedRoute, LevelBody
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.events import KEPT_EVENTS, EventKind, Events, RecentEvent, RecentEvents
-from deltasync.base.logs import LEVELS, levels, set_levels
+from deltasync.base.logs import levels, set_levels
 from deltasync.base.process import built_commit, built_version
 from deltasync.base.waiting import first_of
 from deltasync.base.words import printable, utc
 from deltasync.checkpoints.manifest import FORMAT as CHECKPOINT_FORMAT
 from deltasync.log.records import FORMAT as LOG_FORMAT
-from deltasync.status.answers import LagHistory, Sampler
-from deltasync.status.lag import ConsumerLag
-from deltasync.status.overview import ConsumerOverview, Overview, consumer_overviews
-from deltasync.status.readiness import Check, checks, not_ready, troubles
+from deltasync.status.answers import Sampler
+from deltasync.status.readiness import checks, not_ready, troubles
+from deltasync.status.records import Check, Overview
 from deltasync.wire.errors import PROTOCOL
 
 
@@ -62,7 +61,7 @@ _OVERVIEW_STREAM: dict[int | str, dict[str, Any]] = {
 
 def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
     """Routes for the status, version, readiness and metrics of this process."""
-    router, sources = APIRouter(), sampler.sources
+    router, sources = APIRouter(route_class=EncodedRoute), sampler.sources
 
     @router.get("/status", response_model=Overview, responses=_OVERVIEW_STREAM)
     async def status(request: Request) -> Any:
@@ -124,32 +123,6 @@ async def _overview_messages(sampler: Sampler) -> AsyncIterator[bytes]:
         yield message("status", data)
 
 
-def lag_routes(sampler: Sampler) -> APIRouter:
-    """Routes for the lag of consumers and its history."""
-    routes, answers, sources = APIRouter(), sampler.answers, sampler.sources
-
-    @routes.get("/lag")
-    async def lags() -> list[ConsumerOverview]:
-        """The lag of each consumer of this process."""
-        sources.models.check_confirmed()
-        return consumer_overviews(sources.models, sources.registry, await answers.lags())
-
-    @routes.get("/consumers/{name}/lag")
-    async def lag(name: str) -> ConsumerLag:
-        """The lag of a consumer behind its model, in versions, rows, bytes, seconds and unsent norm.
-
-        Includes the lag per replica and per table, and the consumer's state with the reason for it.
-        """
-        return await answers.lag(name)
-
-    @routes.get("/consumers/{name}/lag/history")
-    async def history(name: str) -> LagHistory:
-        """The lag of a consumer over the last minutes."""
-        return sampler.histories.of(sources.consumers.get(name).name)
-
-    return routes
-
-
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": f"A list; a stream if the request accepts {MEDIA_TYPE}.", "content": {MEDIA_TYPE: {}}}
 }
@@ -164,7 +137,7 @@ _Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="Maximum number o
 
 def event_routes(recent: RecentEvents, draining: asyncio.Event) -> APIRouter:
     """The route for events."""
-    router = APIRouter()
+    router = APIRouter(route_class=EncodedRoute)
 
     @router.get("/events", response_model=list[RecentEvent], responses=_EVENT_STREAM)
     async def events(request: Request, last: _Last = 100) -> Any:
@@ -198,46 +171,23 @@ async def _event_messages(recent: RecentEvents, draining: asyncio.Event, seen: i
             seen = each.number
 
 
-_MAX_BODY_BYTES = 4 << 10
-
-
-_BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {"logger": {"type": "string"}, "level": {"enum": list(LEVELS)}},
-                "required": ["level"],
-                "additionalProperties": False,
-            },
-            "example": {"logger": "deltasync.api", "level": "debug"},
-        }
-    },
-}
-
-
 def log_routes(events: Events) -> APIRouter:
     """Routes for log levels."""
-    router = APIRouter()
+    router = APIRouter(route_class=EncodedRoute)
 
     @router.get("/log-levels")
     async def show() -> dict[str, str]:
         """The loggers of this process with a level of their own."""
         return levels()
 
-    @router.put("/log-levels", openapi_extra={"requestBody": _BODY})
-    async def change(request: Request) -> dict[str, str]:
+    @router.put("/log-levels")
+    async def change(body: LevelBody) -> dict[str, str]:
         """Set the lowest level to log, for one logger or all, until this process ends. Needs role admin."""
-        by = author()
-        body = await json_object(request, ("logger", "level"), _MAX_BODY_BYTES)
-        logger, level = body.get("logger", "deltasync"), body.get("level")
-        if not isinstance(level, str) or not isinstance(logger, str) or "," in f"{logger}{level}":
-            raise InvalidInput(
-                f"body: expected level, one of {', '.join(LEVELS)}, and optionally the name of a logger"
-            )
-        set_levels(f"{logger}={level}")
-        events.emit(EventKind.LOG_LEVEL_CHANGED, f"lowest level is {level}", name=logger, by=by)
+        if "," in f"{body.logger}{body.level}":
+            raise InvalidInput("body: expected the name of one logger")
+        set_levels(f"{body.logger}={body.level}")
+        text = f"lowest level is {body.level}"
+        events.emit(EventKind.LOG_LEVEL_CHANGED, text, name=body.logger, by=author())
         return levels()
 
     return router
@@ -255,7 +205,7 @@ _BEAT = b": beat\n\n"
 
 def wants_stream(request: Request) -> bool:
     """Whether the request accepts a stream."""
-    return MEDIA_TYPE in request.headers.get("accept", "")
+    return not request.scope.get("is_head") and MEDIA_TYPE in request.headers.get("accept", "")
 
 
 def message(kind: str, data: bytes, number: int | None = None) -> bytes:

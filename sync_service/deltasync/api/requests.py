@@ -1,135 +1,213 @@
-"""Inputs of HTTP requests: path, query and body; and long-running requests."""
+"""Requests: their paths and bodies, and work that lasts as long as its client waits."""
 
 import asyncio
-import json
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
-from urllib.parse import unquote
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote, unquote, unquote_to_bytes
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from starlette.datastructures import QueryParams
-from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.access.rights import need_of_request
+from deltasync.base.arguments import is_text
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.words import listed
+from deltasync.core.policy import FIELDS, Policy, PolicyField
+
+# Characters that stay unencoded in a part of a path: RFC 3986, "pchar".
+_PLAIN = "-._~!$&'()*+,;=:@"
 
 
-def take_inputs(routes: Iterable[BaseRoute]) -> None:
-    """Decode the names in the path of each route, and refuse unknown query parameters.
-
-    Public routes accept any, as monitors and links often add some.
-    """
-    for route in routes:
-        if isinstance(route, Route):
-            route.app = _Inputs(route)
+def encoded_path(scope: Scope) -> str:
+    """The path of a request with its names encoded. A decoded name can contain a slash or a line break."""
+    return "/".join(quote(unquote_to_bytes(each), safe=_PLAIN) for each in scope["raw_path"].split(b"/"))
 
 
-class _Inputs:
-    """Wraps the application of a route."""
+class EncodedRoute(APIRoute):
+    """A route that matches encoded paths, decodes the names in them, and refuses unknown query parameters."""
 
-    def __init__(self, route: Route) -> None:
-        self._app, self._path = route.app, route.path_format
-        needs = [need_of_request(method, route.path_format) for method in route.methods or ()]
-        self._takes_any = all(need.role is None for need in needs)
-        fields = route.dependant.query_params if isinstance(route, APIRoute) else ()
-        self._parameters = {each.alias for each in fields}
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Whether the route is for a request, and the names in its path."""
+        match, inner = super().matches(
+            {**scope, "path": encoded_path(scope)} if scope["type"] == "http" else scope
+        )
+        names = {name: unquote(value) for name, value in inner.get("path_params", {}).items()}
+        return match, {**inner, "path_params": names}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request.
 
         Raises:
             InvalidInput: the route does not have a query parameter.
         """
-        unknown = sorted(QueryParams(scope["query_string"]).keys() - self._parameters)
-        if unknown and not self._takes_any:
-            takes = f"{scope['method']} {self._path} takes {listed(self._parameters) or 'none'}"
+        parameters = {each.alias for each in self.dependant.query_params}
+        unknown = sorted(Request(scope).query_params.keys() - parameters)
+        # Public routes accept any, as monitors and links often add some.
+        if unknown and need_of_request(scope["method"], self.path_format).role is not None:
+            takes = f"{scope['method']} {self.path_format} takes {listed(parameters) or 'none'}"
             raise InvalidInput(f"unknown query parameter {unknown[0]!r}: {takes}")
-        names = {name: unquote(value) for name, value in scope["path_params"].items()}
-        await self._app({**scope, "path_params": names}, receive, send)
+        await super().handle(scope, receive, send)
 
 
-MOST_BYTES = 64 << 10
-# Characters to show in an error on each side of a bad one.
-_SHOWN = 40
+# 100,000 ids of 13 digits take 1.5 MB.
+MOST_BYTES = 2 << 20
 
 
-async def json_object(
-    request: Request, keys: tuple[str, ...], most_bytes: int = MOST_BYTES, *, optional: bool = False
-) -> dict[str, Any]:
-    """Read a request's body as a JSON object, whatever its content type.
+class BodyMiddleware:
+    """Limits bodies, takes them for JSON, and answers HEAD like GET; uvicorn leaves out the body of the answer."""
 
-    Args:
-        request: the request.
-        keys: the allowed keys.
-        most_bytes: largest body to accept.
-        optional: treat an empty body as an empty object.
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-    Raises:
-        InvalidInput: the body is not an object, has other keys, or is too large.
-    """
-    body = await _body(request, most_bytes)
-    if optional and not body:
-        return {}
-    described = _parsed(body)
-    if not isinstance(described, dict):
-        raise InvalidInput("body: expected an object")
-    if unknown := sorted(described.keys() - set(keys)):
-        raise InvalidInput(f"body: unknown key {unknown[0]!r}; keys: {', '.join(keys)}")
-    return described
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MOST_BYTES:
+                raise HTTPException(400, f"body: expected at most {MOST_BYTES} bytes")
+            return message
+
+        if scope["type"] == "http":
+            # `curl -d` names another type.
+            headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+            if scope["method"] == "HEAD":
+                scope |= {"method": "GET", "is_head": True}
+        await self._app(scope, limited, send)
 
 
-def text_of(described: dict[str, Any], key: str, default: str | None = None) -> str:
-    """The string at a key of a body, or the default.
-
-    Raises:
-        InvalidInput: the key is missing without a default, or its value is not a string.
-    """
-    text = described.get(key, default)
-    if not isinstance(text, str):
-        raise InvalidInput(f"body: expected {key} as a string")
+def _text(text: str) -> str:
+    if not is_text(text):
+        raise ValueError("it has a lone surrogate, half of a character")
     return text
 
 
-def text_body(key: str, words: str, example: str, *, required: bool, **flags: str) -> dict[str, Any]:
-    """The OpenAPI description of a body with one string and flags, for `openapi_extra`."""
-    booleans = {name: {"type": "boolean", "description": each} for name, each in flags.items()}
-    schema = {
-        "type": "object",
-        "properties": {key: {"type": "string", "description": words}, **booleans},
-        "required": [key] if required else [],
-        "additionalProperties": False,
-    }
-    content = {"application/json": {"schema": schema, "example": {key: example}}}
-    return {"requestBody": {"required": required, "content": content}}
+# JSON can escape a lone surrogate, which cannot be stored.
+Text = Annotated[str, AfterValidator(_text)]
 
 
-async def _body(request: Request, most_bytes: int) -> bytes:
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > most_bytes:
-                raise InvalidInput(f"body: expected at most {most_bytes} bytes")
-    except ClientDisconnect as error:
-        raise InvalidInput("body: it is incomplete") from error
-    return bytes(body)
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-def _parsed(body: bytes) -> Any:
-    try:
-        parsed = json.loads(body.decode("utf-8-sig"))
-        if b"\\ud" in body.lower():
-            json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # JSON can escape a lone surrogate, which cannot be stored.
-        around = error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
-        raise InvalidInput(f"body: {around!r} contains a lone surrogate, half of a character") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"body: expected JSON in UTF-8: {error}") from error
-    return parsed
+def _schema(policy_field: PolicyField) -> dict[str, Any]:
+    schema = policy_field.kind.schema
+    if policy_field.default is None:
+        schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+    return {**schema, "description": policy_field.words, "default": Policy().as_dict()[policy_field.name]}
+
+
+def _policy(value: Any) -> Policy:
+    if not isinstance(value, dict):
+        raise InvalidInput("policy: expected an object")
+    return Policy.from_dict(value)
+
+
+PolicyBody = Annotated[
+    Policy,
+    PlainValidator(_policy),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {each.name: _schema(each) for each in FIELDS},
+            "additionalProperties": False,
+            "examples": [{"top_k": 0.1, "value_type": "int8"}],
+        }
+    ),
+]
+
+
+class ConsumerBody(Body):
+    """The model of a consumer, and its policy."""
+
+    model: Text = Field(examples=["clicks"])
+    policy: PolicyBody = Policy()
+
+
+class NewConsumerBody(ConsumerBody):
+    """A consumer."""
+
+    name: Text = Field(examples=["predictors"])
+
+
+class PauseBody(Body):
+    """The reason of a pause."""
+
+    reason: Text = ""
+
+
+class ObjectionBody(Body):
+    """The reason of an objection."""
+
+    reason: Text = Field(description="What is wrong with the version that it serves.", examples=["its AUC fell"])
+
+
+class FollowBody(Body):
+    """What a consumer follows: a version, or another consumer at a distance."""
+
+    version: Text = Field("", description="Name or number of a kept version, or `live`; with `after`, the first.")
+    after: Text | None = Field(None, description="A consumer to follow at a distance.")
+    behind_seconds: float = Field(0.0, ge=0, allow_inf_nan=False, description="The distance.")
+    on_objection: Text = "stay"
+
+
+class DeleteBody(Body):
+    """Rows to delete."""
+
+    model: Text = Field(examples=["clicks"])
+    table: Text = Field(examples=["sparse.embedding_bags.user"])
+    ids: list[int] = Field(description="Global row ids, in any order.", examples=[[4711]])
+
+
+class LevelBody(Body):
+    """The lowest level to log, for one logger or all."""
+
+    level: Text = Field(examples=["debug"])
+    logger: Text = Field("deltasync", examples=["deltasync.api"])
+
+
+class BackupBody(Body):
+    """The place of a backup."""
+
+    url: Text = Field(
+        description="A URL, or the absolute path of a folder on the service's machine; it must be new or empty.",
+        examples=["s3://bucket/backups/monday"],
+    )
+
+
+class MoveBody(Body):
+    """The new owner of a model."""
+
+    process: Text = Field(examples=["sync-1"])
+
+
+class DrainBody(Body):
+    """The process to drain; by default the one that answers."""
+
+    process: Text = ""
+
+
+class KeepBody(Body):
+    """The name of a version to keep, which lasts until release; may be empty."""
+
+    name: Text = Field("", examples=["before-launch"])
+
+
+class RollbackBody(Body):
+    """The version to roll back to."""
+
+    version: Text = Field(description="Name or number of a kept version.", examples=["before-launch"])
+    accept_any: bool = Field(False, description="Also admit trainers without a DeltaSync state.")
 
 
 T = TypeVar("T")

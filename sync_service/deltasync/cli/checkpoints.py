@@ -8,9 +8,20 @@ import click
 from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.output import json_lines, print_missing, say, seconds, size, text_table, waiting_for
-from deltasync.client.admin import Admin, EachProcess
+from deltasync.cli.output import (
+    json_lines,
+    print_missing,
+    record_table,
+    say,
+    seconds,
+    size,
+    text_table,
+    waiting_for,
+    with_columns,
+)
+from deltasync.client.admin import Admin, EachProcess, owners_lines
 from deltasync.client.endpoint import Endpoint
+from deltasync.status.records import CheckpointStatus
 
 if TYPE_CHECKING:
     from deltasync.checkpoints.manifest import Manifest
@@ -32,17 +43,9 @@ def checkpoint(model: str, service: Endpoint) -> None:
 @operator_options()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; without --at, the service's answer.")
 @click.option("--at", "url", default="", metavar="URL", help="List all at a folder or URL, without a service.")
+@with_columns(CheckpointStatus)
 def checkpoints(model: str, service: Endpoint, as_json: bool, url: str) -> None:
     """Show the newest checkpoint of MODEL, or of each model.
-
-    \b
-    version  version of the model; empty without a checkpoint
-    behind   versions since the checkpoint
-    age      time since it was completed
-    bytes    size of all its files
-    new      bytes of files not in the previous checkpoint
-    at URL   version of the newest checkpoint that is complete at the URL of `serve --checkpoints`
-    why      why the last attempt to write or copy a checkpoint failed, or why old ones stay
 
     With --at, show every checkpoint there with its name. The exit status is 1 if one is unreadable.
     """
@@ -50,19 +53,17 @@ def checkpoints(model: str, service: Endpoint, as_json: bool, url: str) -> None:
         _show_stored(url, model, as_json)
         return
     processes = EachProcess(service)
-    lines = [each for each in processes.lines("/checkpoints", "model") if model in ("", each["model"])]
+    models = owners_lines(processes.answers("/models"), "model")
+    lines = [
+        {"model": each["model"], **each["checkpoint"]}
+        for each in models
+        if each["checkpoint"] and model in ("", each["model"])
+    ]
     print_missing(processes)
     if as_json:
         say(*json_lines(lines))
         return
-    titles = ("model", "version", "behind", "age", "bytes", "new", "at URL", "why")
-    say(*(text_table(titles, map(_row, lines)) if lines else ["no models"]))
-
-
-def _row(line: dict[str, Any]) -> tuple[Any, ...]:
-    amounts = (size(line["bytes"]), size(line["new_bytes"])) if line["version"] else ("", "")
-    version, behind, copied = line["version"] or "", line["behind_versions"], line["copied_version"] or ""
-    return line["model"], version, behind, seconds(line["age_seconds"]), *amounts, copied, line["reason"]
+    say(*(record_table(CheckpointStatus, lines, by="model") if lines else ["no models"]))
 
 
 def _show_stored(url: str, model: str, as_json: bool) -> None:

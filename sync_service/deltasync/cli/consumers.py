@@ -9,10 +9,21 @@ from deltasync.base.errors import InvalidInput
 from deltasync.base.words import utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options, suggested
-from deltasync.cli.output import json_lines, json_option, say, seconds, show, size, text_table, watch_option
+from deltasync.cli.output import (
+    json_lines,
+    json_option,
+    record_table,
+    say,
+    show,
+    size,
+    text_table,
+    watch_option,
+    with_columns,
+)
 from deltasync.client.admin import Admin, EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField
+from deltasync.status.records import ReplicaStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,36 +118,27 @@ def consumers() -> None:
 @json_option
 @operator_options()
 def list_consumers(service: Endpoint, as_json: bool) -> None:
-    """List all consumers.
-
-    \b
-    state     one word, explained in sync_service/docs/operating.md; empty while its model recovers
-    replicas  connected replicas / all replicas
-    policy    how it differs from the default, which sends every changed row in its own type
-    paused    since when, by whom and why
-    """
+    """List all consumers with their policies, and what they follow. For their lag see `deltasync lag`."""
 
     def shown(processes: EachProcess) -> list[str]:
-        lines = processes.lines("/consumers", "consumer")
-        return json_lines(lines) if as_json else _table(lines, owners_lines(processes.answers("/lag"), "consumer"))
+        lines = owners_lines(processes.answers("/consumers"), "consumer")
+        return json_lines(lines) if as_json else _table(lines)
 
     show(shown, service)
 
 
-def _table(lines: list[Any], lags: list[Any]) -> list[str]:
-    states = {each["consumer"]: each["state"] for each in lags}
+def _table(lines: list[dict[str, Any]]) -> list[str]:
     rows = (
         (
-            each["consumer"],
-            each["model"],
-            states.get(each["consumer"], ""),
-            f"{each['connected']}/{each['replicas']}",
-            Policy.from_dict(each["policy"]).words,
-            each["paused"],
+            *(each[name] for name in ("consumer", "model", "state")),
+            "" if each["fleet"] is None else f"{each['connected']}/{each['fleet']}",
+            each["policy_words"],
+            each["reason"] if each["paused"] else "",
+            each["follows"],
         )
         for each in lines
     )
-    return text_table(("consumer", "model", "state", "replicas", "policy", "paused"), rows)
+    return text_table(("consumer", "model", "state", "replicas", "policy", "paused", "follows"), rows)
 
 
 @consumers.command("create", context_settings=CONTEXT)
@@ -150,8 +152,8 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
     Without policy options the service sends its replicas every changed row, in its own type, at once.
     """
     policy = policy_of(options)
-    paused = Admin(service).create_consumer(name, model, policy)["paused"]
-    words = "; ".join(filter(None, [policy.words, paused]))
+    made = Admin(service).create_consumer(name, model, policy)
+    words = "; ".join(filter(None, [policy.words, made["reason"] if made["paused"] else ""]))
     say(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
 
@@ -334,46 +336,19 @@ def replicas() -> None:
 @watch_option
 @json_option
 @operator_options()
+@with_columns(ReplicaStatus)
 def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as_json: bool) -> None:
-    """List the replicas of each CONSUMER, or of all consumers.
-
-    \b
-    state     connected, away, damaged, rewound (it returned with rows of a discarded history), waiting (for disk
-              space), late (it lacks rows at least 10 seconds old), partial (it lacks tables) or guest (it only
-              watches and is not counted)
-    since     time since it connected or left
-    offset    last version that it acknowledged; with a policy, last release
-    versions  sealed versions that it has not applied
-    seconds   age of the oldest of these versions
-    checked   whether checksums have confirmed its rows
-    why       reason for its state
-    """
+    """List the replicas of each CONSUMER, or of all consumers."""
 
     def shown(processes: EachProcess) -> list[str]:
         names = consumers or [each["consumer"] for each in processes.lines("/consumers", "consumer")]
         lags = [fetch_lag(service, name) for name in names]
+        lines = [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
         if as_json:
-            return json_lines([{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]])
-        rows = [_replica_row(lag["consumer"], each) for lag in lags for each in lag["replicas"]]
-        titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
-        return text_table(titles, rows) if rows else ["no replicas"]
+            return json_lines(lines)
+        return record_table(ReplicaStatus, lines, by="consumer") if lines else ["no replicas"]
 
     show(shown, service, watch=watch)
-
-
-def _replica_row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
-    lag = replica["lag"]
-    return (
-        consumer,
-        replica["replica"],
-        replica["state"],
-        seconds(replica["since_seconds"]),
-        replica["offset"],
-        lag["versions"],
-        lag["seconds"],
-        "yes" if replica["checked"] else "no",
-        replica["reason"],
-    )
 
 
 @replicas.command("forget", context_settings=CONTEXT)

@@ -13,17 +13,19 @@ from deltasync.cli.output import (
     json_option,
     one_line,
     paragraphs,
+    record_table,
     say,
     seconds,
     share,
     show,
-    text_table,
+    size,
     urgency,
     watch_option,
+    with_columns,
 )
 from deltasync.client.admin import EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.policy import Policy
+from deltasync.status.records import ConsumerStatus, ReplicaStatus, TableLag
 
 # States of consumers whose replicas are well, or catching up.
 _HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
@@ -47,23 +49,13 @@ _MOST_WRONG = 10
 @watch_option
 @json_option
 @operator_options()
+@with_columns(ConsumerStatus)
 def lag(
     consumers: tuple[str, ...], service: Endpoint, max_seconds: float | None, watch: bool, as_json: bool
 ) -> None:
     """Show how far consumers are behind their models: one line each, or full details of each NAME.
 
-    \b
-    state         one word, explained in sync_service/docs/operating.md; worst first
-    offset        newest version that all replicas have acknowledged; with a policy, newest release. Releases have
-                  their own numbers, which can exceed the version
-    versions      sealed versions not applied yet
-    rows          upper bound of the rows that differ from the model's
-    bytes         bytes of these rows' ids and values
-    seconds       age of the oldest of these rows or versions
-    replicas      connected replicas / all replicas
-    p50, p99      time from the end of a step until replicas had it, over the last 500 deliveries
-    unsent norm   with a policy: L2 norm of the difference between the model and its replicas
-    unsent share  the same as a share of the norm of the tables
+    The most urgent comes first. sync_service/docs/operating.md explains the states.
     """
     answers: list[Any] = []
 
@@ -71,7 +63,7 @@ def lag(
         answers[:] = (
             [fetch_lag(service, name) for name in consumers]
             if consumers
-            else owners_lines(processes.answers("/lag"), "consumer")
+            else owners_lines(processes.answers("/consumers"), "consumer")
         )
         if as_json:
             return json_lines(answers[0] if len(consumers) == 1 else answers)
@@ -90,18 +82,8 @@ def lag(
 
 def too_far(answer: dict[str, Any], most: float) -> bool:
     """Whether a consumer is more than `most` seconds behind, or its lag is unknown."""
-    behind = answer["lag"]["seconds"] if "lag" in answer else answer["seconds"]
+    behind = answer["lag"]["seconds"] if answer["lag"] else None
     return answer["state"] not in _HOLDING or behind is None or behind > most
-
-
-# One line of a table.
-Row = tuple[Any, ...]
-
-
-_TITLES = ("", "offset", "versions", "rows", "bytes", "seconds")
-
-
-_UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
 def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
@@ -111,50 +93,37 @@ def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
     """
     if not lines:
         return [f"no consumers: create one with {suggested('consumers create NAME --model MODEL')}"]
-    titles = (
-        *("consumer", "model", "state", "versions", "rows", "bytes", "seconds", "unsent share", "replicas"),
-        *("p50", "p99", "why"),
-    )
     worst_first = sorted(lines, key=lambda line: (urgency(line["state"]), line["consumer"]))
-    return [*text_table(titles, map(_line, worst_first)), *_wrong(worst_first)]
+    return [*record_table(ConsumerStatus, worst_first), *_wrong(worst_first)]
 
 
 def _wrong(lines: list[dict[str, Any]]) -> list[str]:
     wrong = [
         f"replica {each['replica']} of {line['consumer']}: {each['reason']}"
         for line in lines
-        for each in line["wrong"]
+        for each in line["replicas"]
     ]
     more = len(wrong) - _MOST_WRONG
     return wrong[:_MOST_WRONG] + ([f"and {more} more: {suggested('replicas list')}"] if more > 0 else [])
 
 
-def _line(line: dict[str, Any]) -> tuple[Any, ...]:
-    fresh = line["freshness"]
-    return (
-        *(line[name] for name in ("consumer", "model", "state", "versions", "rows", "bytes", "seconds")),
-        share(line["unsent_share"]),
-        f"{line['connected']}/{line['replicas']}",
-        seconds(fresh["p50"]),
-        seconds(fresh["p99"]),
-        line["reason"],
-    )
-
-
 def lag_lines(answer: dict[str, Any]) -> list[str]:
-    """Format the lag of a consumer: its state, its last release if any, and a table of replicas and tables."""
+    """Format the lag of a consumer: its state, its last release if any, its replicas and its tables."""
     head = f"consumer {answer['consumer']}  model {answer['model']}  head {answer['head']}  {answer['state']}"
-    return [head, answer["reason"], *_aligned(_facts(answer)), "", *_table(answer)]
+    replicas = record_table(ReplicaStatus, answer["replicas"]) if answer["replicas"] else []
+    tables = record_table(TableLag, answer["tables"]) if answer["tables"] else []
+    return paragraphs([[head, answer["reason"], *_aligned(_facts(answer))], replicas, tables])
 
 
 def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    facts = [("policy", Policy.from_dict(answer["policy"]).words)]
+    lag = answer["lag"]
+    amounts = f"{counted(lag['versions'], 'version')}, {counted(lag['rows'], 'row')}, {size(lag['bytes'])}"
+    facts = [("policy", answer["policy_words"]), ("lag", f"{amounts}, {seconds(lag['seconds'])}")]
     facts += _release_facts(answer, answer["release"]) if answer["release"] else []
     if (behind := answer["head_seconds_behind_events"]) is not None:
-        facts.append(("events", _events(answer["lag"]["seconds_behind_events"], behind)))
+        facts.append(("events", _events(lag["seconds_behind_events"], behind)))
     if answer["damages"]:
         facts.append(("damages", f"{counted(answer['damages'], 'table')} of replicas since the service started"))
-    facts += [(f"replica {replica['replica']}", replica["reason"]) for replica in answer["replicas"]]
     return [(name, text) for name, text in facts if text]
 
 
@@ -167,7 +136,9 @@ def _release_facts(answer: dict[str, Any], release: dict[str, Any]) -> list[tupl
     lag = answer["lag"]
     # After a restart, or without a connected replica, the norm is unknown for a while.
     until = "next release is made" if answer["offset"] == release["number"] else "newest release is applied"
-    unsent = f"norm {_norm(lag)}, {_share(lag)} of the tables'" if _norm(lag) else f"unknown until the {until}"
+    unsent = f"unknown until the {until}"
+    if lag["unsent_norm"] is not None:
+        unsent = f"norm {lag['unsent_norm']:.4g}, {share(lag['unsent_share'])} of the tables'"
     return [
         ("offset", f"{answer['offset']}, counted in releases"),
         ("release", f"{release['number']} of version {release['version']}, {release['seconds_ago']} seconds ago"),
@@ -187,40 +158,3 @@ def _aligned(facts: list[tuple[str, str]]) -> list[str]:
     shown = [(one_line(name), text) for name, text in facts]
     width = max((len(name) for name, _ in shown), default=0) + 2
     return [f"{name:<{width}}{text}" for name, text in shown]
-
-
-def _table(answer: dict[str, Any]) -> list[str]:
-    ranked = answer["release"] is not None
-    lines: list[Row] = [(*_TITLES, *_UNSENT_TITLES)]
-    lines.append(("all replicas", answer["offset"], *_numbers(answer["lag"])))
-    lines += [(_name(replica), replica["offset"], *_numbers(replica["lag"])) for replica in answer["replicas"]]
-    for table in answer["tables"]:
-        seconds = table["oldest_row_seconds"] if ranked else ""
-        lines.append((table["table"], "", "", table["rows"], table["bytes"], seconds, _norm(table), _share(table)))
-    return _columns(lines if ranked else [line[: len(_TITLES)] for line in lines])
-
-
-def _columns(lines: list[Row]) -> list[str]:
-    names = [one_line(line[0]) for line in lines]
-    width = max(map(len, names))
-    return [
-        f"{name:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:])
-        for name, line in zip(names, lines, strict=True)
-    ]
-
-
-def _name(replica: dict[str, Any]) -> str:
-    name, state = replica["replica"], replica["state"]
-    return f"{name}" if state == "connected" else f"{name} ({state})"
-
-
-def _numbers(lag: dict[str, Any]) -> Row:
-    return lag["versions"], lag["rows"], lag["bytes"], lag["seconds"], _norm(lag), _share(lag)
-
-
-def _norm(lag: dict[str, Any]) -> str:
-    return "" if lag["unsent_norm"] is None else f"{lag['unsent_norm']:.4g}"
-
-
-def _share(lag: dict[str, Any]) -> str:
-    return "" if lag["unsent_share"] is None else f"{100 * lag['unsent_share']:.3g} %"

@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -16,11 +18,9 @@ from deltasync.base.errors import DeltasyncError, ServiceUnavailable
 from deltasync.base.words import duration, printable
 from deltasync.client.admin import EachProcess, joined, owners_lines
 from deltasync.client.endpoint import Endpoint
+from deltasync.status.records import URGENCY, Unit, columns
 
-_STATES = (
-    *("failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current"),
-    "in sync",
-)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def say(*lines: str, err: bool = False) -> None:
@@ -54,6 +54,51 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str
     return [_line(line, widths, right) for line in everything]
 
 
+def record_table(record: type, lines: Iterable[Mapping[str, Any]], by: str = "") -> list[str]:
+    """Format records, one per line; `by` is a key that the lines have besides, for the first column."""
+    shown = columns(record)
+    first = [by] if by else []
+    rows = (
+        [*(line[key] for key in first), *(_cell(each.value(line), each.shown.unit) for each in shown)]
+        for line in lines
+    )
+    return text_table([*first, *(each.shown.title for each in shown)], rows)
+
+
+def with_columns(*records: type) -> Callable[[F], F]:
+    """Describe the columns of records in the help of a command."""
+    shown = [each.shown for record in records for each in columns(record)]
+    width = max(len(each.title) for each in shown) + 2
+    wrap = partial(textwrap.fill, width=108, subsequent_indent=" " * width)
+    lines = [wrap(f"{each.title:<{width}}{each.words}") for each in shown]
+
+    def described(command: F) -> F:
+        indented = textwrap.indent("\n".join(lines), "    ")
+        command.__doc__ = f"{(command.__doc__ or '').rstrip()}\n\n    \b\n{indented}\n    "
+        return command
+
+    return described
+
+
+def _cell(value: Any, unit: Unit) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    match unit:
+        case "bytes":
+            return size(value)
+        case "seconds":
+            return duration(value)
+        case "age of ns":
+            return duration(max(0.0, (time.time_ns() - value) / 1e9))
+        case "share":
+            return share(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def seconds(number: float | None) -> str:
     """Format a duration; empty if None."""
     return "" if number is None else duration(number)
@@ -77,7 +122,7 @@ def share(number: float | None) -> str:
 
 def urgency(state: str) -> int:
     """The sort key of a state; the most urgent comes first."""
-    return _STATES.index(state) if state in _STATES else -1
+    return URGENCY.index(state) if state in URGENCY else -1
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
@@ -103,7 +148,6 @@ def check_needs(*modules: str) -> None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
 Show = Callable[[EachProcess], list[str]]
 
 _SECONDS, _WAITING_SECONDS = 1.0, 5.0

@@ -1,16 +1,15 @@
 """`deltasync processes`, `move` and `drain`: processes that share a log."""
 
-from typing import Any
-
 import click
 
 from deltasync.base.words import listed
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.output import json_lines, json_option, say, waiting_for
+from deltasync.cli.output import json_lines, json_option, record_table, say, waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
+from deltasync.status.records import ProcessStatus
 
 
 @click.command(context_settings=CONTEXT)
@@ -19,21 +18,10 @@ from deltasync.client.route import Route
 def processes(service: Endpoint, as_json: bool) -> None:
     """List the processes of a service and the models that each owns.
 
-    State "gone" means that a process ended without signing off. Others take over its models.
+    Others take over the models of a process that is not alive, as it ended without signing off.
     """
     lines = Route(service).ask("GET", "/processes")
-    if as_json:
-        say(*json_lines(lines))
-        return
-    for line in lines:
-        owns = listed(line["models"]) or "no model"
-        say(f"{line['process']:20}  {_state(line):8}  {line['grpc']:24}  {owns}")
-
-
-def _state(line: dict[str, Any]) -> str:
-    if not line["alive"]:
-        return "gone"
-    return "draining" if line["draining"] else "here" if line["here"] else "alive"
+    say(*(json_lines(lines) if as_json else record_table(ProcessStatus, lines)))
 
 
 @click.command(context_settings=CONTEXT)

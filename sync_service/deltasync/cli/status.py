@@ -14,14 +14,16 @@ from deltasync.cli.output import (
     json_option,
     overview,
     paragraphs,
+    record_table,
     seconds,
     show,
     size,
-    text_table,
     watch_option,
+    with_columns,
 )
 from deltasync.client.admin import EachProcess
 from deltasync.client.endpoint import Endpoint
+from deltasync.status.records import ModelStatus, VersionStatus
 
 _CUTS, _EVENTS = 5, 8
 
@@ -30,19 +32,13 @@ _CUTS, _EVENTS = 5, 8
 @watch_option
 @json_option
 @operator_options()
+@with_columns(ModelStatus)
 def status(service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show a whole service on one screen: problems, models and their trainers, consumers, the last cuts with the
     time of each phase, and the last events. Combines all processes of the service.
 
-    \b
-    models:
-      step        the trainer's step of the newest version
-      last cut    time since that version was sealed
-      ranks       connected ranks / all ranks, and how many have finished; lost ranks are listed above
-      bytes       size of the tables
-      rows sent   rows published since the service started
-      trouble     what keeps cuts from being sealed or applied
-    consumers: see `deltasync lag --help`; cuts: see `deltasync cuts --help`
+    For the columns of consumers see `deltasync lag --help`, for those of cuts `deltasync cuts --help`. Those of
+    models are:
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -92,31 +88,8 @@ def _rank(rank: dict[str, Any]) -> str:
     return f"{name} has been away for {seconds(rank['since_seconds'])}: {rank['left']}"
 
 
-def _ranks(model: dict[str, Any]) -> str:
-    finished = f", {model['finished']} finished" if model["finished"] else ""
-    return f"{model['connected']}/{model['ranks']}{finished}"
-
-
 def _models(models: list[dict[str, Any]]) -> list[str]:
-    titles = ("model", "version", "step", "last cut", "ranks", "tables", "bytes", "rows sent", "trouble")
-    rows = (
-        (
-            each["model"],
-            each["head"],
-            each["step"],
-            f"{seconds(each['seconds_since_cut'])} ago" if each["seconds_since_cut"] is not None else "",
-            _ranks(each),
-            each["tables"],
-            size(each["bytes"]),
-            each["published_rows"],
-            each["trouble"],
-        )
-        for each in models
-    )
-    return text_table(titles, rows) if models else ["nothing has been published yet"]
-
-
-_PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
+    return record_table(ModelStatus, models) if models else ["nothing has been published yet"]
 
 
 @click.command(context_settings=CONTEXT)
@@ -125,18 +98,9 @@ _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 @watch_option
 @json_option
 @operator_options()
+@with_columns(VersionStatus)
 def cuts(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
-    """Show the last versions of MODEL, or of every model, with the time of each phase.
-
-    \b
-    gather   from the end of the step until the slowest rank had collected its changed rows
-    send     until the service had every rank's part; compares two machines' clocks
-    seal     checks, and waiting for the previous version
-    log      until the version was durable
-    apply    until the model's tables had it
-    release  until the slowest consumer had sent all of it to a replica
-    ack      until that replica acknowledged it
-    """
+    """Show the last versions of MODEL, or of every model, with the time of each phase."""
 
     def shown(processes: EachProcess) -> list[str]:
         query = f"&model={quote(model, safe='')}" if model else ""
@@ -148,16 +112,6 @@ def cuts(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -
 
 def cut_lines(lines: list[dict[str, Any]]) -> list[str]:
     """Format versions, one per line."""
-    if not lines:
-        return ["no version has been sealed since the service started"]
-    titles = ("model", "version", "step", "rows", "bytes", "ago", *_PARTS)
-    rows = (
-        (
-            *(line[name] for name in ("model", "version", "step", "rows")),
-            size(line["bytes"]),
-            seconds(line["seconds_ago"]),
-            *(seconds(line["seconds"][part]) for part in _PARTS),
-        )
-        for line in lines
+    return (
+        record_table(VersionStatus, lines) if lines else ["no version has been sealed since the service started"]
     )
-    return text_table(titles, rows)

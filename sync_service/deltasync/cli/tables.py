@@ -1,16 +1,25 @@
 """`deltasync tables`, `models` and `rows`: list and delete data."""
 
-from typing import Any
-
 import click
 
 from deltasync.base.errors import NotFound
 from deltasync.base.words import counted, listed, utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.output import json_lines, json_option, print_missing, say, show, size, text_table, waiting_for
+from deltasync.cli.output import (
+    json_lines,
+    json_option,
+    print_missing,
+    record_table,
+    say,
+    show,
+    text_table,
+    waiting_for,
+    with_columns,
+)
 from deltasync.client.admin import Admin, EachProcess
 from deltasync.client.endpoint import Endpoint
+from deltasync.status.records import TableStatus
 
 
 @click.group()
@@ -22,20 +31,15 @@ def tables() -> None:
 @click.argument("model", default="")
 @json_option
 @operator_options()
+@with_columns(TableStatus)
 def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
-    """List the tables of MODEL, or of all models.
-
-    \b
-    kind     embeddings, a parameter, a buffer, or the map of a managed collision module
-    version  newest version of the model
-    trouble  why the last cut was refused, or that the trainer's ranks have different rows
-    """
+    """List the tables of MODEL, or of all models."""
 
     def shown(processes: EachProcess) -> list[str]:
         lines = [each for each in processes.lines("/tables", "model") if model in ("", each["model"])]
         if model and not lines:
             _check_known(model, processes)
-        return json_lines(lines) if as_json else _table(lines)
+        return json_lines(lines) if as_json else record_table(TableStatus, lines)
 
     show(shown, service)
 
@@ -45,20 +49,6 @@ def _check_known(model: str, processes: EachProcess) -> None:
     if model not in names:
         print_missing(processes)
         raise NotFound(f"no model {model!r}; models: {listed(names) or 'none yet'}")
-
-
-def _table(lines: list[Any]) -> list[str]:
-    rows = (
-        (
-            *(each[name] for name in ("model", "table", "kind", "rows", "dim", "dtype")),
-            size(each["bytes"]),
-            each["head"],
-            each["refused"] or ("ranks have different rows" if each["ranks_differ"] else ""),
-        )
-        for each in lines
-    )
-    titles = ("model", "table", "kind", "rows", "dim", "type", "bytes", "version", "trouble")
-    return text_table(titles, rows)
 
 
 @tables.command("delete", context_settings=CONTEXT)

@@ -1,16 +1,14 @@
 """`deltasync versions`: keep versions of a model."""
 
-import time
-from typing import Any
-
 import click
 
 from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.output import json_lines, json_option, say, seconds, size, text_table, waiting_for
+from deltasync.cli.output import json_lines, json_option, record_table, say, waiting_for, with_columns
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
+from deltasync.status.records import KeptStatus
 
 
 @click.group()
@@ -37,23 +35,12 @@ def keep(model: str, name: str, service: Endpoint) -> None:
 @click.argument("model")
 @json_option
 @operator_options()
+@with_columns(KeptStatus)
 def list_versions(model: str, service: Endpoint, as_json: bool) -> None:
-    """List the kept versions of MODEL, oldest first.
-
-    \b
-    step    the trainer's step
-    events  age of the newest event on which it was trained
-    kept    time since it was kept
-    bytes   size of all its files
-    own     bytes that releasing it makes free
-    followed by  the consumers that follow it
-    """
+    """List the kept versions of MODEL, oldest first."""
     lines = Admin(service).kept_versions(model)
-    if as_json:
-        say(*json_lines(lines))
-        return
-    titles = ("version", "name", "step", "events", "kept", "bytes", "own", "by", "followed by")
-    say(*(text_table(titles, map(_row, lines)) if lines else [f"no version of model {model} is kept"]))
+    table = record_table(KeptStatus, lines) if lines else [f"no version of model {model} is kept"]
+    say(*(json_lines(lines) if as_json else table))
 
 
 @versions.command(context_settings=CONTEXT)
@@ -64,22 +51,3 @@ def release(model: str, version: str, service: Endpoint) -> None:
     """Stop keeping VERSION of MODEL, a name or a number. The next checkpoint removes its files."""
     Admin(service).release_version(model, version)
     say(f"version {version} of model {model} is no longer kept")
-
-
-def _row(line: dict[str, Any]) -> tuple[Any, ...]:
-    events = line["event_time_unix_ns"]
-    return (
-        line["version"],
-        line["name"],
-        line["step"],
-        "" if events is None else _age(events),
-        _age(line["kept_unix_ns"]),
-        size(line["bytes"]),
-        "" if line["own_bytes"] is None else size(line["own_bytes"]),
-        line["by"],
-        ", ".join(line["followers"]),
-    )
-
-
-def _age(unix_ns: int) -> str:
-    return seconds(max(0.0, (time.time_ns() - unix_ns) / 1e9))

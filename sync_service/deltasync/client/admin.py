@@ -17,10 +17,10 @@ _DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
 
 class Admin:
-    """Manage the consumers, models, rows and processes of a service over HTTP.
+    """Manage the consumers, models, rows and processes of a service over HTTP. Needs `deltasync[service]`.
 
-    Each call opens a connection. Answers are dicts, or lists of dicts, with the keys that the service's /docs
-    describes. Every method raises NotPermitted without the role that it needs, and ServiceUnavailable if the
+    Each call opens a connection. Answers are dicts, or lists of dicts, with the keys in the service's
+    /openapi.json. Every method raises NotPermitted without the role that it needs, and ServiceUnavailable if the
     service cannot be reached.
     """
 
@@ -59,10 +59,11 @@ class Admin:
         return self._object("PUT", f"{_consumer(name)}/policy", policy.as_dict())
 
     def consumer(self, name: str) -> dict[str, Any]:
-        """A consumer's model, policy and replicas.
+        """A consumer: its state, its lag and its policy, its replicas and its tables.
 
         Raises:
             NotFound: no such consumer.
+            ServiceUnavailable: its model is still recovering.
         """
         return self._object("GET", _consumer(name))
 
@@ -439,15 +440,8 @@ class Admin:
 
 
 def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
-    """Read a consumer's lag: the answer to GET /consumers/<consumer>/lag.
-
-    Raises:
-        InvalidInput: `service` is not an HTTP address.
-        NotFound: no such consumer.
-        ServiceUnavailable: the service does not answer, or its answer is not JSON.
-    """
-    lag: dict[str, Any] = Route(Endpoint.of_http(service)).ask("GET", f"{_consumer(consumer)}/lag")
-    return lag
+    """Read the status of a consumer; the same as `Admin(service).consumer(consumer)`."""
+    return Admin(service).consumer(consumer)
 
 
 def _consumer(name: str) -> str:
@@ -464,7 +458,8 @@ def _model(name: str) -> str:
 
 def _quoted(name: str) -> str:
     try:
-        return quote(name, safe="")
+        quoted = quote(name, safe="")
+        return quoted.replace(".", "%2E") if name in (".", "..") else quoted  # Otherwise part of a relative path.
     except UnicodeEncodeError as error:
         raise InvalidInput(f"name {name!r}: it has a lone surrogate, half of a character") from error
 

@@ -17,8 +17,8 @@ from deltasync.access.roles import checked_token
 from deltasync.base.addresses import host_and_port, is_loopback, is_url, with_port
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import DeltasyncError, InvalidInput, Owner, ServiceUnavailable
+from deltasync.client.causes import meaning
 from deltasync.client.connection import note_connecting
-from deltasync.client.http import HttpRequest, json_answer, meaning
 from deltasync.wire.errors import from_rpc_error, of_connection, protocol_to_metadata
 
 _CHANNEL_OPTIONS = [
@@ -210,7 +210,7 @@ class Endpoint:
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
-        """Send an HTTP request; return the JSON answer, or None if it is empty.
+        """Send an HTTP request; return the JSON answer, or None if it is empty. Needs httpx.
 
         Args:
             method: GET, PUT, POST or DELETE.
@@ -223,22 +223,22 @@ class Endpoint:
             DeltasyncError: the service's own error.
             ServiceUnavailable: there is no JSON answer in time, or a file cannot be used now.
         """
+        from deltasync.client.http import json_answer  # Predictors need no HTTP library.
+
         self._check_secrecy()
         with _renewing():
             context = self._files.context() if self.tls else None
             rights = self._rights()
         return json_answer(
-            HttpRequest(
-                self.address.rstrip("/") + path,
-                rights,
-                self.timeout_seconds,
-                method,
-                body,
-                patience_seconds,
-                context,
-                self.server_name,
-                self.cert is not None,
-            )
+            method,
+            self.address.rstrip("/") + path,
+            body,
+            rights,
+            connect_seconds=self.timeout_seconds,
+            answer_seconds=self.timeout_seconds if patience_seconds is None else patience_seconds,
+            tls=context,
+            server_name=self.server_name,
+            certificate=self.cert is not None,
         )
 
     def error_of(self, failure: grpc.RpcError) -> DeltasyncError:

@@ -7,35 +7,30 @@ import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from deltasync.access.rights import Access
 from deltasync.base.clock import LONG_BOUNDS
 from deltasync.base.events import EventCounts, EventKind, Events
 from deltasync.base.waiting import Signal, first_of
 from deltasync.consumers.consumer import Consumer
-from deltasync.core.seal import event_time_of
-from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.model.feed import FeedStatus, nothing_published
-from deltasync.model.model import Model
-from deltasync.status.lag import ConsumerLag, report
-from deltasync.status.metrics import Figures, ModelFigures, ProcessFigures, exposition
+from deltasync.status.lag import report
+from deltasync.status.metrics import Figures, exposition
 from deltasync.status.overview import (
-    LAG_NUMBERS,
-    ConsumerOverview,
-    Overview,
-    consumer_overviews,
-    kept_overviews,
-    model_overviews,
+    consumer_statuses,
+    kept_statuses,
+    model_statuses,
     other_processes,
-    process_overview,
-    rank_state,
-    trainer_lines,
-    unowned_models,
-    volume_overviews,
+    rank_statuses,
+    refusal_of,
+    table_statuses,
+    this_process,
+    volume_statuses,
 )
+from deltasync.status.records import ConsumerStatus, Lag, ModelStatus, Overview
 from deltasync.status.sources import CUTS, EVENTS, KEPT, Sources
-from deltasync.status.versions import last_cuts, version_lines
+from deltasync.status.versions import last_cuts, version_statuses
 
 # Metrics are computed at most ten times a second; requests in between share them.
 _SHARED_SECONDS = 0.1
@@ -57,8 +52,8 @@ class Answers:
         self._exposition: asyncio.Task[bytes] | None = None
         self._begun = 0.0
 
-    async def lag(self, name: str) -> ConsumerLag:
-        """Compute the lag of a consumer.
+    async def consumer(self, name: str) -> ConsumerStatus:
+        """The status of a consumer.
 
         Raises:
             NotFound: no consumer has that name.
@@ -71,11 +66,28 @@ class Answers:
             status = self._status(consumer)
             return await asyncio.to_thread(report, consumer.copy(), status, time.time_ns())
 
-    async def lags(self, models: Collection[str] | None = None) -> list[ConsumerLag]:
-        """Compute the lags of all consumers, or those of some models, by name. Recovering models are left out."""
+    async def changed(self, name: str) -> ConsumerStatus:
+        """The status of a consumer after a change, also while its model is recovering."""
+        consumer = self._sources.consumers.get(name)
+        if consumer.model not in self._sources.models.recovering:
+            return await self.consumer(name)
+        every = consumer_statuses(self._sources.models, self._sources.registry, [])
+        return next(each for each in every if each.consumer == name)
+
+    async def consumers(self, models: Collection[str] | None = None) -> list[ConsumerStatus]:
+        """The status of all consumers, or those of some models, by name. Recovering models are left out."""
         async with self._lags:
             statuses, now_ns = await self._statuses(models), time.time_ns()
             return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in statuses])
+
+    async def listed(self) -> list[ConsumerStatus]:
+        """The consumers of this process as in a list, with those of recovering models."""
+        known = await self.consumers()
+        return consumer_statuses(self._sources.models, self._sources.registry, known)
+
+    def models(self) -> list[ModelStatus]:
+        """The models of this process, and those that no process owns."""
+        return model_statuses(self._sources.models, self._sources.checkpoints, self._sources.versions)
 
     async def _statuses(self, models: Collection[str] | None) -> list[tuple[Consumer, FeedStatus]]:
         """Copies of the consumers with their statuses. Yields to the event loop after each one."""
@@ -95,38 +107,26 @@ class Answers:
         return await asyncio.shield(self._exposition)
 
     def _figures(self) -> Figures:
-        sources, models = self._sources, self._sources.models
-        logs, process, kept = models.storage.logs, sources.process, sources.versions.listed()
+        sources, models, logs = self._sources, self._sources.models, self._sources.models.storage.logs
         return Figures(
             consumers=[
                 (each.copy(), self._status(each))
                 for each in sources.registry.consumers.values()
                 if each.model not in models.recovering
             ],
-            kept_versions={name: len(versions) for name, versions in kept.items()},
-            models=[_model_figures(each, models.coordinators.get(each.name)) for each in models.values()],
-            reloading=[name for name in models.reloading if name not in models],
-            events=EventCounts(sources.event_counts),
-            log_bytes=sum(log.used_bytes() for log in logs.each()),
-            commits=logs.commits,
+            models=self.models(),
+            tables=[each for name in models for each in table_statuses(models, name)],
+            process=this_process(sources, [], None),
+            stages={name: each.recent.durations for name, each in models.items()},
             volumes=sources.volumes.all,
-            certificates_expire=process.certificates_expire,
+            events=EventCounts(sources.event_counts),
             limits=sources.limits.copy(),
-            process=ProcessFigures(
-                confirmed=models.owners.confirmed,
-                alive=len(models.owners.processes()),
-                unowned=len(unowned_models(models)),
-                made_unix_ns={
-                    name: each.checkpointed.made_unix_ns for name, each in models.items() if each.checkpointed
-                },
-                copied_versions={
-                    name: each.checkpoints.copied_version for name, each in models.items() if models.storage.remote
-                },
-                unsaved_bytes={name: each.bytes_since_checkpoint for name, each in models.items()},
-                failures=sources.checkpoints.failures,
-                probe=process.probe,
-                risks=len(logs.accepted_risks),
-            ),
+            commits=logs.commits,
+            log_bytes=sum(log.used_bytes() for log in logs.each()),
+            alive=len(models.owners.processes()),
+            risks=len(logs.accepted_risks),
+            checkpoint_failures=sources.checkpoints.failures,
+            certificates_expire=sources.process.certificates_expire,
         )
 
     def _status(self, consumer: Consumer) -> FeedStatus:
@@ -135,29 +135,13 @@ class Answers:
         status = feed.status(consumer.policy) if feed else nothing_published(consumer.model, models)
         if trouble := sources.volumes.trouble:  # The replicas may be in sync, but they get no updates.
             status = replace(status, failure=status.failure or f"{_NOTHING_NEW}: {trouble}")
-        coordinator = models.coordinators.get(consumer.model)
-        if coordinator and (refusal := coordinator.refusal):
+        if refusal := refusal_of(models, consumer.model):
             status = replace(status, refused=refusal.reason)
         return replace(
             status,
             trouble=status.trouble or sources.consumers.shortcomings.get(consumer.name, ""),
             unsaved=sources.checkpoints.failure(consumer.model),
         )
-
-
-def _model_figures(model: Model, coordinator: CutCoordinator | None) -> ModelFigures:
-    version = model.seals.newest_version
-    return ModelFigures(
-        name=model.name,
-        newest_version=version,
-        published_rows=coordinator.rows if coordinator else 0,
-        published_bytes=coordinator.bytes if coordinator else 0,
-        tables=[table.spec for table in model.tables],
-        failed=bool(model.failure or model.tables.failed),
-        event_time_unix_ns=event_time_of(version, model.seals),
-        parts=model.recent.durations,
-        ranks=[rank_state(each) for each in coordinator.sessions.values()] if coordinator else [],
-    )
 
 
 # The pause between two samples, with and without watchers: in seconds, and as a multiple of a sample's duration.
@@ -213,19 +197,19 @@ class Sampler:
 
     async def _look(self) -> Overview:
         sources, models = self.sources, self.sources.models
-        lags = await self.answers.lags()
-        lines = await asyncio.to_thread(version_lines, last_cuts(models.values(), CUTS))
-        volumes = await asyncio.to_thread(volume_overviews, sources.volumes.all)
+        consumers = await self.answers.listed()
+        cuts = await asyncio.to_thread(version_statuses, last_cuts(models.values(), CUTS))
+        volumes = await asyncio.to_thread(volume_statuses, sources.volumes.all)
         return Overview(
             unix_ms=time.time_ns() // 10**6,
             freshness_bounds=list(LONG_BOUNDS),
-            processes=[process_overview(sources, volumes, self._access)],
+            processes=[this_process(sources, volumes, self._access)],
             missing=other_processes(models.owners),
-            models=model_overviews(models),
-            trainers=trainer_lines(models.coordinators),
-            consumers=consumer_overviews(models, sources.registry, lags),
-            cuts=lines,
-            kept=kept_overviews(sources.versions, KEPT, time.time_ns()),
+            models=self.answers.models(),
+            trainers=rank_statuses(models.coordinators),
+            consumers=consumers,
+            cuts=cuts,
+            kept=kept_statuses(sources.versions, KEPT),
             events=sources.recent_events.newest(EVENTS),
         )
 
@@ -259,31 +243,21 @@ def _written(overview: Overview) -> bytes:
 
 
 KEPT_SAMPLES = 600
+_NUMBERS = [each.name for each in fields(Lag)]
+_UNKNOWN = -1.0
 
 
 @dataclass(frozen=True)
 class LagHistory:
     """Samples of a consumer's lag, oldest first.
 
-    `unix_ms` holds their times, milliseconds since 1970. Unknown numbers are null.
+    `unix_ms` has their times, milliseconds since 1970, and `lag` each number of the lag. Unknown numbers are null.
     """
 
     consumer: str
     unix_ms: list[int]
     state: list[str]
-    versions: list[int]
-    rows: list[int]
-    bytes: list[int]
-    seconds: list[float]
-    unsent_norm: list[float | None]
-    unsent_share: list[float | None]
-    released_bytes: list[int]
-
-
-_COLUMNS = (*LAG_NUMBERS, "released_bytes")
-
-
-_UNKNOWN = -1.0
+    lag: dict[str, list[float | None]]
 
 
 class LagHistories:
@@ -292,23 +266,20 @@ class LagHistories:
     def __init__(self) -> None:
         self._samples = dict[str, deque[tuple[int, str, "array[float]"]]]()
 
-    def add(self, unix_ms: int, consumers: Iterable[ConsumerOverview]) -> None:
+    def add(self, unix_ms: int, consumers: Iterable[ConsumerStatus]) -> None:
         """Add a sample of each consumer, and drop the histories of deleted consumers."""
         before, self._samples = self._samples, {}
         for each in consumers:
             samples = self._samples[each.consumer] = before.get(each.consumer) or deque(maxlen=KEPT_SAMPLES)
-            values = (getattr(each, name) for name in _COLUMNS)
+            values = (getattr(each.lag, name, None) for name in _NUMBERS)
             numbers = array("d", (_UNKNOWN if value is None else value for value in values))
             samples.append((unix_ms, each.state, numbers))
 
     def of(self, consumer: str) -> LagHistory:
         """The history of a consumer, possibly without samples."""
         samples = list(self._samples.get(consumer, ()))
-        whole = {
+        lag = {
             name: [None if (value := numbers[at]) == _UNKNOWN else value for _, _, numbers in samples]
-            for at, name in enumerate(_COLUMNS)
+            for at, name in enumerate(_NUMBERS)
         }
-        for name in ("versions", "rows", "bytes", "released_bytes"):
-            whole[name] = [None if value is None else int(value) for value in whole[name]]
-        times, states = [each[0] for each in samples], [each[1] for each in samples]
-        return LagHistory(consumer=consumer, unix_ms=times, state=states, **whole)  # type: ignore[arg-type]
+        return LagHistory(consumer, [each[0] for each in samples], [each[1] for each in samples], lag)

@@ -2,204 +2,30 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.words import are, counted, duration, listed
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.consumers.registry import consumer_offset, offset_in
+from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.seal import Seal, event_time_of, seconds_behind, seconds_since_sealed
 from deltasync.model.feed import Backlog, FeedStatus, ReleaseStatistics, TableStatus
-
-State = Literal[
-    "in sync",
-    "current",
-    "delivered",
-    "partial",
-    "behind",
-    "waiting",
-    "damaged",
-    "failed",
-    "away",
-    "empty",
-    "paused",
-]
+from deltasync.status.records import (
+    ConsumerStatus,
+    Freshness,
+    Lag,
+    PauseStatus,
+    ReleaseLag,
+    ReplicaState,
+    ReplicaStatus,
+    RewindLag,
+    State,
+    TableLag,
+)
 
 
-ReplicaState = Literal["connected", "guest", "partial", "late", "waiting", "rewound", "damaged", "away"]
-
-
-@dataclass(frozen=True)
-class Lag:
-    """Lag of a replica behind the model.
-
-    Attributes:
-        versions: number of sealed versions that are newer than its rows.
-        rows: upper bound for the number of rows that differ from the model's.
-        bytes: bytes of the ids and values of these rows on the wire.
-        seconds: age of the oldest version, or release, that it has not applied; 0 if there is none.
-        unsent_norm: L2 norm of the difference between the model's rows and its rows, as of the last release. None
-            without a policy, and before it has applied the newest release.
-        unsent_share: `unsent_norm` as a share of the norm of the tables.
-        seconds_behind_events: age of the newest training event in the version of its rows; 0 if that event is
-            dated in the future, None if unknown.
-    """
-
-    versions: int
-    rows: int
-    bytes: int
-    seconds: float
-    unsent_norm: float | None = None
-    unsent_share: float | None = None
-    seconds_behind_events: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TableLag:
-    """Lag of one table of a consumer; its oldest unsent row has waited for `oldest_row_seconds`."""
-
-    table: str
-    rows: int
-    bytes: int
-    oldest_row_seconds: float = 0.0
-    unsent_norm: float | None = None
-    unsent_share: float | None = None
-
-
-@dataclass(frozen=True)
-class RewindLag:
-    """A replica connected with rows of a discarded history.
-
-    `held` is its version or release in `history`. The service has been replacing its rows for `seconds`.
-    """
-
-    held: int
-    history: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ReplicaLag:
-    """Lag and state of one replica.
-
-    Attributes:
-        replica: its name.
-        connected: whether it is connected.
-        offset: the last version that it acknowledged; with a policy, the last release.
-        lag: its lag at that offset.
-        seconds_since_ack: seconds since that acknowledgement; 0 if the service's clock was set back after it.
-        checked: whether the checksums of that acknowledgement proved its rows right.
-        damaged: tables whose rows differ from those sent to it; the service sends them again.
-        unbound: tables of the consumer that it leaves out.
-        rewound: set while the service replaces its rows of a discarded history.
-        since_seconds: seconds since it connected, or left; at most since the service started.
-        left: why its last stream ended; empty if none has ended since the service started.
-        unacked: number of sent releases that it has not acknowledged.
-        unacked_seconds: seconds since the first of these was sent; 0 if there is none.
-        damages: number of times that its rows differed from those sent to it.
-        damaged_seconds_ago: seconds since the last of these times; None if there is none.
-        behind: whether it lacks rows of the newest version or release. Rows that a policy or a pause holds back
-            do not count.
-        waits_for: what keeps the service from sending it rows; empty if nothing does.
-        state: its worst problem in one word; "connected" and "guest" are not problems.
-        reason: all its problems, in words; empty if there are none.
-        guest: whether it is a guest, which does not count in the consumer's offset, lag, state and replicas.
-    """
-
-    replica: str
-    connected: bool
-    offset: int
-    lag: Lag
-    seconds_since_ack: float
-    checked: bool
-    damaged: list[str]
-    unbound: list[str]
-    rewound: RewindLag | None = None
-    since_seconds: float = 0.0
-    left: str = ""
-    unacked: int = 0
-    unacked_seconds: float = 0.0
-    damages: int = 0
-    damaged_seconds_ago: float | None = None
-    behind: bool = False
-    waits_for: str = ""
-    state: ReplicaState = "connected"
-    reason: str = ""
-    guest: bool = False
-
-
-@dataclass(frozen=True)
-class ReleaseLag:
-    """Rows that the newest release of a policy sent, and rows that it postponed; norms are L2."""
-
-    number: int
-    version: int
-    seconds_ago: float
-    rows: int
-    bytes: int
-    norm: float
-    left_rows: int
-    left_bytes: int
-    left_norm: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class PauseLag:
-    """A consumer's pause: its start in UTC, its author and its reason, which may be empty.
-
-    `otherwise` is the consumer's state without the pause.
-    """
-
-    since: str
-    by: str
-    reason: str
-    otherwise: State
-
-
-@dataclass(frozen=True)
-class ConsumerLag:
-    """Lag and state of a consumer: the lag is that of its slowest replica.
-
-    Without a policy, `offset` is a version and `release` is None. With one, `offset` is the number of a release,
-    which may be greater than its version, and `release` describes the newest one.
-    `head_seconds_behind_events` is the age of the newest training event at the head. `seconds_behind_events` minus
-    that is the time from the trainer to the replicas.
-    `follows` has the kept version that it follows, since when and by whom; the lag then counts to that version.
-    It is empty for the newest version. `objects` has the consumer's objection to what it serves; it is empty
-    without one.
-    `paused` is None unless the consumer is paused. `damages` counts damaged tables of replicas since the service
-    started.
-    """
-
-    consumer: str
-    model: str
-    history: str
-    state: State
-    reason: str
-    head: int
-    head_step: int
-    offset: int
-    lag: Lag
-    replicas: list[ReplicaLag]
-    tables: list[TableLag]
-    oldest_row_seconds: float
-    damages: int
-    release: ReleaseLag | None
-    policy: dict[str, Any]
-    head_seconds_behind_events: float | None = None
-    paused: PauseLag | None = None
-    follows: str = ""
-    objects: str = ""
-
-    @property
-    def fleet(self) -> list[ReplicaLag]:
-        """All replicas except guests."""
-        return [replica for replica in self.replicas if not replica.guest]
-
-
-def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> ConsumerLag:
+def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> ConsumerStatus:
     """Compute a consumer's lag, per replica and per table.
 
     Args:
@@ -230,34 +56,57 @@ def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> Consumer
     reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
-        paused = PauseLag(pause.since, pause.by, pause.why, otherwise=state)
+        paused = PauseStatus(pause.since, pause.by, pause.why, otherwise=state)
         state, reason = "paused", f"{pause.words}; otherwise {state}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
     lines = [_table_line(table, rows, status, now_unix_ns) for table, rows in pairs]
-    return ConsumerLag(
+    connected = sum(replica.stream is not None for replica in fleet)
+    follows_ns = now_unix_ns - consumer.follows.since_unix_ns if consumer.follows else 0
+    return ConsumerStatus(
         consumer=consumer.name,
         model=consumer.model,
         history=status.history,
         state=state,
+        failed=(paused.otherwise if paused else state) == "failed",
         reason=reason,
         head=seals[-1].version if seals else 0,
         head_step=seals[-1].step if seals else 0,
         offset=offset,
         lag=lags[offset],
+        fleet=len(fleet),
+        connected=connected,
+        away=len(fleet) - connected,
         replicas=[
-            _replica_lag(replica, each, lags[each], status, now_unix_ns, held_back=bool(consumer.pause))
+            _replica_status(replica, each, lags[each], status, now_unix_ns, held_back=bool(consumer.pause))
             for replica, each in zip(replicas, offsets, strict=True)
         ],
         tables=lines,
-        oldest_row_seconds=max((line.oldest_row_seconds for line in lines), default=0.0),
+        oldest_row_seconds=max((line.oldest_row_seconds or 0.0 for line in lines), default=0.0)
+        if status.release
+        else None,
         damages=consumer.damages,
+        rewinds=consumer.rewinds,
+        damaged_tables=sum(len(replica.damaged) for replica in fleet),
+        unbound_tables=sum(len(replica.unbound) for replica in fleet),
+        released_rows=consumer.released_rows,
+        released_bytes=consumer.released_bytes,
+        freshness=freshness_of(consumer.durations),
         release=_release_lag(status.release, status.released, now_unix_ns) if status.release else None,
         policy=consumer.policy.as_dict(),
+        policy_words=consumer.policy.words,
         paused=paused,
         follows=follows,
+        follows_seconds=max(0, follows_ns) / 1e9,
         objects=objects,
         head_seconds_behind_events=seconds_behind(seals[-1].event_time_unix_ns, now_unix_ns) if seals else None,
     )
+
+
+def freshness_of(durations: DeliveryDurations) -> Freshness:
+    """The freshness of a consumer's replicas."""
+    shares = (durations.within(share) for share in (0.5, 0.99))
+    p50, p99 = (None if seconds is None else round(seconds, 4) for seconds in shares)
+    return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
 
 
 def _with_unfit(status: FeedStatus, tables: Sequence[TableStatus], consumer: Consumer) -> FeedStatus:
@@ -422,13 +271,14 @@ def _none_connected(replicas: int) -> str:
     return f"none of the {replicas} replicas is connected" if replicas > 1 else "the only replica is not connected"
 
 
-def _replica_lag(
+def _replica_status(
     replica: Replica, offset: int, lag: Lag, status: FeedStatus, now: int, *, held_back: bool
-) -> ReplicaLag:
+) -> ReplicaStatus:
     now_ns = steady_ns()
     since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
-    line = ReplicaLag(
+    line = ReplicaStatus(
         replica=replica.name,
+        state="connected",
         connected=replica.stream is not None,
         offset=offset,
         lag=lag,
@@ -480,7 +330,7 @@ _SLOW_SECONDS = 2.0
 _AGAIN_SECONDS = 600.0
 
 
-def replica_state(line: ReplicaLag) -> ReplicaState:
+def replica_state(line: ReplicaStatus) -> ReplicaState:
     """A replica's worst problem in one word. A guest has none, because nothing relies on it."""
     if line.guest:
         return "guest"
@@ -495,12 +345,7 @@ def replica_state(line: ReplicaLag) -> ReplicaState:
     return next((state for state, applies in worst_first.items() if applies), "connected")
 
 
-def needs_somebody(line: ReplicaLag) -> bool:
-    """Whether a replica needs an operator's attention."""
-    return line.state not in ("connected", "guest")
-
-
-def replica_reason(line: ReplicaLag) -> str:
+def replica_reason(line: ReplicaStatus) -> str:
     """A replica's problems in words; empty without any, and for a guest."""
     if line.guest:
         return ""
@@ -529,7 +374,7 @@ def replica_reason(line: ReplicaLag) -> str:
     return "; ".join(texts)
 
 
-def _slowness(line: ReplicaLag) -> str:
+def _slowness(line: ReplicaStatus) -> str:
     """A text for a replica that is slow to acknowledge what it was sent; else empty."""
     if line.unacked_seconds < _SLOW_SECONDS:
         return ""
@@ -537,6 +382,6 @@ def _slowness(line: ReplicaLag) -> str:
     return f"; has not acknowledged {sent} sent {ago} ago: it is slow to read or apply them"
 
 
-def _damaged_again(line: ReplicaLag) -> bool:
+def _damaged_again(line: ReplicaStatus) -> bool:
     ago = line.damaged_seconds_ago
     return line.damages > 1 and ago is not None and ago < _AGAIN_SECONDS

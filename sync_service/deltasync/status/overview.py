@@ -1,94 +1,104 @@
-"""The overview of a service that the page, `deltasync status` and `/readyz` show."""
+"""The status of processes, models, ranks, tables, consumers and kept versions, from the parts of the service."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 
 from deltasync.access.rights import Access
 from deltasync.base.clock import steady_ns
-from deltasync.base.events import RecentEvent
+from deltasync.base.errors import Owner
 from deltasync.base.progress import under_way
 from deltasync.base.words import utc
+from deltasync.checkpoints.kept_version import KeptVersion
+from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.cut_times import DeliveryDurations
-from deltasync.cuts.coordinator import CutCoordinator, RankStream
+from deltasync.core.seal import event_time_of
+from deltasync.cuts.coordinator import CutCoordinator, CutRefusal
 from deltasync.log.volume import Volume
+from deltasync.model.feed import nothing_published
 from deltasync.model.model import Model
+from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
-from deltasync.status.lag import ConsumerLag, State, needs_somebody
-from deltasync.status.readiness import Check, checks, troubles
+from deltasync.status.lag import report
+from deltasync.status.readiness import checks, troubles
+from deltasync.status.records import (
+    CheckpointStatus,
+    ConsumerStatus,
+    KeptStatus,
+    ModelStatus,
+    ProbeResults,
+    ProcessStatus,
+    RankStatus,
+    RefusalStatus,
+    State,
+    TableStatus,
+    VolumeStatus,
+)
 from deltasync.status.sources import Sources
-from deltasync.status.versions import VersionLine
 
 
-@dataclass(frozen=True)
-class ProbeLine:
-    """Results of the probe, which sends rows from the service's own publisher to its own replica.
-
-    The last row arrived `age_seconds` ago and took `seconds`. `trouble` is why the probe fails; empty if it works.
-    """
-
-    seconds: float | None
-    age_seconds: float
-    turns: int
-    failures: int
-    trouble: str
-
-
-@dataclass(frozen=True)
-class VolumeOverview:
-    """A volume that a process writes to.
-
-    `free_bytes` is null for brokers. `refused` is why the volume refuses writes; empty if it accepts them.
-    """
-
-    volume: str
-    free_bytes: int | None
-    refused: str
-
-
-def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
+def volume_statuses(volumes: Sequence[Volume]) -> list[VolumeStatus]:
     """The volumes that this process writes to. Asks the operating system; any thread."""
     return [
-        VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else each.trouble)
+        VolumeStatus(
+            volume=each.name,
+            free_bytes=each.free_bytes,
+            failed=bool(each.trouble),
+            refused=each.refusal.in_words if each.refusal else each.trouble,
+        )
         for each in volumes
     ]
 
 
-@dataclass(frozen=True)
-class ProcessOverview:
-    """A process of the service.
-
-    `ready` is the result of its `/readyz`; `troubles` are problems that do not affect it. `work` is the progress
-    of long operations. `probe` is null if there is no probe.
-    """
-
-    process: str
-    grpc: str
-    started: str
-    ready: bool
-    checks: list[Check]
-    troubles: list[str]
-    work: list[str]
-    probe: ProbeLine | None
-    volumes: list[VolumeOverview]
+def process_statuses(owners: Owners, models: Collection[str]) -> list[ProcessStatus]:
+    """The processes of the service as this one, which serves `models`, sees them. Running ones come first."""
+    # Leases expire while this runs, so each model and each process is looked up once and listed once.
+    owner_of = _owners_of(owners, models)
+    alive = owners.processes()
+    gone = [each for each in owners.gone() if each not in alive]
+    return [_process(each, owners, owner_of, alive=each in alive) for each in (*alive, *gone)]
 
 
-def process_overview(sources: Sources, volumes: list[VolumeOverview], access: Access | None) -> ProcessOverview:
-    """This process. In the event loop."""
-    every, me, probe = checks(sources), sources.models.owners.me, sources.process.probe
-    return ProcessOverview(
-        process=me.name,
-        grpc=me.grpc,
-        started=utc(sources.process.started_unix_ns),
+def _owners_of(owners: Owners, models: Collection[str]) -> dict[str, Owner | None]:
+    """The owner of each model, except those that this process still serves and nobody owns."""
+    named = {name: owners.owner_of(name) for name in sorted({*owners.models(), *models})}
+    return {name: owner for name, owner in named.items() if owner or name not in models}
+
+
+def _process(
+    member: Member, owners: Owners, owner_of: Mapping[str, Owner | None], *, alive: bool
+) -> ProcessStatus:
+    here = member.name == owners.me.name
+    return ProcessStatus(
+        process=member.name,
+        grpc=member.grpc,
+        http=member.http,
+        here=here,
+        alive=alive,
+        draining=member.draining,
+        confirmed=owners.confirmed,
+        models=[name for name, owner in owner_of.items() if owner and owner.process == member.name],
+        unowned=[name for name, owner in owner_of.items() if owner is None] if here else [],
+        started_unix_ns=member.started,
+    )
+
+
+def this_process(sources: Sources, volumes: list[VolumeStatus], access: Access | None) -> ProcessStatus:
+    """All about this process. In the event loop."""
+    every, models, probe = checks(sources), sources.models, sources.process.probe
+    owners, started = models.owners, sources.process.started_unix_ns
+    return replace(
+        _process(owners.me, owners, _owners_of(owners, models), alive=owners.me in owners.processes()),
+        started_unix_ns=started,
+        started=utc(started),
         ready=all(each.ok for each in every),
         checks=every,
         troubles=[*(access.troubles if access else ()), *troubles(sources)],
         work=under_way(),
-        probe=ProbeLine(*(getattr(probe, each.name) for each in fields(ProbeLine))) if probe else None,
+        probe=ProbeResults(*(getattr(probe, each.name) for each in fields(ProbeResults))) if probe else None,
         volumes=volumes,
     )
 
@@ -98,43 +108,29 @@ def other_processes(owners: Owners) -> list[str]:
     return sorted(each.name for each in owners.processes() if each.name != owners.me.name)
 
 
-@dataclass(frozen=True)
-class ModelOverview:
-    """A model and its trainer.
-
-    `ranks` counts the ranks of its run, `connected` those with a stream, `finished` those that said goodbye.
-    `published_rows` and `published_bytes` count cuts since the service started; `bytes` is the size of its tables.
-    `trouble` says why its cuts cannot be sealed, that no process owns it, or that it is recovering; otherwise it
-    is empty. Unknown numbers are null.
-    """
-
-    model: str
-    head: int | None
-    step: int | None
-    seconds_since_cut: float | None
-    run: str
-    ranks: int
-    connected: int
-    finished: int
-    tables: int | None
-    bytes: int | None
-    published_rows: int
-    published_bytes: int
-    trouble: str
-
-
-def model_overviews(models: Models) -> list[ModelOverview]:
+def model_statuses(
+    models: Models, checkpoints: Checkpoints | None = None, versions: Versions | None = None
+) -> list[ModelStatus]:
     """The models of this process, by name, with those that are recovering and those that no process owns.
 
     In the event loop.
     """
-    lost = dict.fromkeys(unowned_models(models), "no live process owns this model")
-    without = lost | {name: _still_recovering(models, name) for name in models.recovering}
+    kept = versions.listed() if versions else {}
     lines = {
-        name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
-        for name, why in without.items()
+        name: ModelStatus(model=name, trouble="no live process owns this model") for name in unowned_models(models)
     }
-    lines |= {name: _model(model, models.coordinators.get(name)) for name, model in models.items()}
+    for name in {*models.recovering, *models.reloading} - models.keys():
+        failed = name in models.reloading
+        lines[name] = ModelStatus(model=name, failed=failed, trouble=_still_recovering(models, name))
+    for name, model in models.items():
+        line = _model(model, models.coordinators.get(name))
+        trouble = checkpoints.trouble(name) if checkpoints else ""
+        remote = models.storage.remote is not None
+        lines[name] = replace(
+            line,
+            kept_versions=len(kept[name]) if name in kept else None,
+            checkpoint=_checkpoint(model, trouble, remote=remote),
+        )
     return [lines[name] for name in sorted(lines)]
 
 
@@ -151,77 +147,68 @@ def _still_recovering(models: Models, model: str) -> str:
     return f"still recovering: {why}" if why else "still recovering"
 
 
-def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
+def _model(model: Model, coordinator: CutCoordinator | None) -> ModelStatus:
     newest = model.seals.newest
-    run = coordinator.run if coordinator else None
-    return ModelOverview(
+    event_time = event_time_of(model.seals.newest_version, model.seals)
+    line = ModelStatus(
         model=model.name,
         head=model.seals.newest_version,
         step=newest.step if newest else 0,
         seconds_since_cut=model.seals.succession.seconds_since(newest.version, steady_ns()) if newest else None,
-        run=coordinator.run_id if coordinator else "",
-        ranks=run.world_size if run else 0,
-        connected=len(coordinator.connected) if coordinator else 0,
-        finished=sum(each.finished for each in coordinator.sessions.values()) if coordinator else 0,
+        head_event_time_seconds=None if event_time is None else event_time / 1e9,
         tables=len(model.tables),
         bytes=sum(table.spec.nbytes for table in model.tables),
-        published_rows=coordinator.rows if coordinator else 0,
-        published_bytes=coordinator.bytes if coordinator else 0,
-        trouble=model.failure or (_kept_from_sealing(coordinator) if coordinator else ""),
+        failed=bool(model.failure or model.tables.failed),
+        trouble=model.failure,
+    )
+    if coordinator is None:
+        return line
+    ranks, refusal = rank_statuses({model.name: coordinator}), coordinator.refusal
+    connected = sum(each.connected and not each.finished for each in ranks)
+    finished = sum(each.finished for each in ranks)
+    refused = RefusalStatus(round((steady_ns() - refusal.at_ns) / 1e9, 3), refusal.reason) if refusal else None
+    quarantine = coordinator.quarantine
+    return replace(
+        line,
+        run=coordinator.run_id,
+        ranks=coordinator.run.world_size if coordinator.run else 0,
+        connected=connected,
+        finished=finished,
+        away=len(ranks) - connected - finished,
+        published_rows=coordinator.rows,
+        published_bytes=coordinator.bytes,
+        refused=refused,
+        quarantine=quarantine,
+        trouble=line.trouble or quarantine or (refused.reason if refused else ""),
     )
 
 
-def _kept_from_sealing(coordinator: CutCoordinator) -> str:
-    """Why a model's cuts cannot be sealed, in words; empty if they can."""
-    return coordinator.quarantine or (coordinator.refusal.reason if coordinator.refusal else "")
+def refusal_of(models: Models, name: str) -> CutRefusal | None:
+    """The refusal of a model's last cut; None if it was not refused."""
+    coordinator = models.coordinators.get(name)
+    return coordinator.refusal if coordinator else None
 
 
-RankState = Literal["connected", "away", "finished"]
+def _checkpoint(model: Model, reason: str, *, remote: bool) -> CheckpointStatus:
+    newest, head = model.checkpointed, model.seals.newest_version
+    version = newest.version if newest else 0
+    return CheckpointStatus(
+        version=version,
+        behind_versions=max(0, head - version),
+        age_seconds=round(max(0, time.time_ns() - newest.made_unix_ns) / 1e9, 3) if newest else None,
+        bytes=newest.bytes if newest else 0,
+        new_bytes=newest.new_bytes if newest else 0,
+        copied_version=model.checkpoints.copied_version if remote else None,
+        log_bytes=model.bytes_since_checkpoint,
+        reason=reason,
+    )
 
 
-@dataclass(frozen=True)
-class TrainerLine:
-    """A rank of a run that publishes a model.
-
-    Attributes:
-        model: the model's name.
-        run: the run's id.
-        ranks: number of ranks of the run.
-        rank: number of this rank.
-        process: the name that the rank's process gives itself.
-        connected: whether it is connected.
-        finished: whether it said goodbye. A rank that is not connected and did not say goodbye is lost.
-        since_seconds: seconds since it connected, or left.
-        left: why its last stream ended; empty while it is connected.
-        tables: number of tables that it publishes.
-    """
-
-    model: str
-    run: str
-    ranks: int
-    rank: int
-    process: str
-    connected: bool
-    finished: bool
-    since_seconds: float
-    left: str
-    tables: int
-
-
-def rank_state(session: RankStream) -> RankState:
-    """The state of a rank; `away` is one that left without a goodbye."""
-    return "finished" if session.finished else "away" if session.ended else "connected"
-
-
-def trainer_lines(coordinators: Mapping[str, CutCoordinator]) -> list[TrainerLine]:
+def rank_statuses(coordinators: Mapping[str, CutCoordinator]) -> list[RankStatus]:
     """The ranks of all models, including those that left since the service started. In the event loop."""
-    return [line for name in sorted(coordinators) for line in _ranks(name, coordinators[name])]
-
-
-def _ranks(name: str, coordinator: CutCoordinator) -> list[TrainerLine]:
     now = steady_ns()
     return [
-        TrainerLine(
+        RankStatus(
             model=name,
             run=coordinator.run_id,
             ranks=coordinator.run.world_size if coordinator.run else 0,
@@ -233,83 +220,45 @@ def _ranks(name: str, coordinator: CutCoordinator) -> list[TrainerLine]:
             left=each.left,
             tables=len(each.tables),
         )
+        for name, coordinator in sorted(coordinators.items())
         for rank, each in sorted(coordinator.sessions.items())
     ]
 
 
-@dataclass(frozen=True)
-class Freshness:
-    """Seconds from the end of a step until replicas had its rows.
-
-    `p50` and `p99` are of the last `count` deliveries, at most 500. `counts` is the histogram of all deliveries
-    since the service started, with the bounds `freshness_bounds`; its last entry counts longer ones.
-    """
-
-    counts: list[int]
-    count: int
-    p50: float | None = None
-    p99: float | None = None
-
-
-def freshness_of(durations: DeliveryDurations) -> Freshness:
-    """The freshness of a consumer's replicas."""
-    shares = (durations.within(share) for share in (0.5, 0.99))
-    p50, p99 = (None if seconds is None else round(seconds, 4) for seconds in shares)
-    return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
-
-
-@dataclass(frozen=True)
-class WrongReplica:
-    """A replica that needs an operator's attention, and why."""
-
-    replica: str
-    reason: str
+def table_statuses(models: Models, model: str) -> list[TableStatus]:
+    """The tables of a model of this process. In the event loop."""
+    coordinator, refusal, head = models.coordinators.get(model), refusal_of(models, model), models[model].seals
+    reasons = [refusal.reason if refusal else "", coordinator.quarantine if coordinator else ""]
+    return [
+        TableStatus(
+            model=model,
+            table=each.name,
+            kind=each.kind.value,
+            rows=each.rows,
+            dim=each.dim,
+            dtype=str(each.dtype),
+            bytes=each.nbytes,
+            head=head.newest_version,
+            ranks_differ=bool(coordinator and each.name in coordinator.differing),
+            refused=next((reason for reason in reasons if repr(each.name) in reason), ""),
+        )
+        for each in (table.spec for table in models[model].tables)
+    ]
 
 
-@dataclass(frozen=True)
-class ConsumerOverview:
-    """A consumer: its lag, its policy in words, and its replicas.
-
-    `wrong` lists the replicas that need attention. Numbers are null until this process has loaded the model.
-    """
-
-    consumer: str
-    model: str
-    state: State
-    reason: str
-    head: int | None
-    offset: int | None
-    versions: int | None
-    rows: int | None
-    bytes: int | None
-    seconds: float | None
-    unsent_norm: float | None
-    unsent_share: float | None
-    replicas: int
-    connected: int
-    wrong: list[WrongReplica]
-    released_rows: int
-    released_bytes: int
-    freshness: Freshness
-    policy: str
-
-
-# The numbers of a lag that a consumer's overview and history contain.
-LAG_NUMBERS = ("versions", "rows", "bytes", "seconds", "unsent_norm", "unsent_share")
-
-
-def consumer_overviews(
-    models: Models, registry: ConsumerRegistry, lags: Iterable[ConsumerLag]
-) -> list[ConsumerOverview]:
+def consumer_statuses(
+    models: Models, registry: ConsumerRegistry, known: Iterable[ConsumerStatus]
+) -> list[ConsumerStatus]:
     """The consumers of this process, by name, with those of recovering models. In the event loop."""
-    lines = {each.consumer: _consumer(registry.consumers.get(each.consumer), each) for each in lags}
+    lines = {each.consumer: each.in_list() for each in known}
     for model in models.recovering:
         failed = models.waits_for(model) or models.reload_reason(model)
         state: State = "failed" if failed else "waiting"
         for each in registry.of_model(model):
-            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(models, model)))
+            lines.setdefault(each.name, _waiting(models, each, state, _still_recovering(models, model)))
     for name, model in _coming_consumers(models.owners, registry):
-        lines.setdefault(name, _waiting(name, model, "waiting", "this process is taking it over"))
+        coming = Consumer(name, model, 0)
+        lines.setdefault(name, _waiting(models, coming, "waiting", "this process is taking it over"))
     return [lines[name] for name in sorted(lines)]
 
 
@@ -321,94 +270,39 @@ def _coming_consumers(owners: Owners, registry: ConsumerRegistry) -> Iterator[tu
             yield from ((name, model) for name in owners.consumers_of(model) if name not in registry.consumers)
 
 
-def _consumer(consumer: Consumer | None, lag: ConsumerLag) -> ConsumerOverview:
-    return ConsumerOverview(
-        consumer=lag.consumer,
-        model=lag.model,
-        state=lag.state,
-        reason=lag.reason,
-        head=lag.head,
-        offset=lag.offset,
-        **{name: getattr(lag.lag, name) for name in LAG_NUMBERS},
-        replicas=len(lag.fleet),
-        connected=sum(each.connected for each in lag.fleet),
-        wrong=[WrongReplica(each.replica, each.reason) for each in lag.fleet if needs_somebody(each)],
-        released_rows=consumer.released_rows if consumer else 0,
-        released_bytes=consumer.released_bytes if consumer else 0,
-        freshness=freshness_of(consumer.durations if consumer else DeliveryDurations()),
-        policy=consumer.policy.words if consumer else "",
+def _waiting(models: Models, consumer: Consumer, state: State, why: str) -> ConsumerStatus:
+    """A consumer whose model is not loaded: neither its head nor its lag is known."""
+    known = report(consumer, nothing_published(consumer.model, models), time.time_ns()).in_list()
+    reason = f"model {consumer.model!r} is not available: {why}"
+    known = replace(known, state=state, failed=state == "failed", reason=reason, replicas=[])
+    return replace(known, head=None, head_step=None, offset=None, lag=None, fleet=None, connected=None, away=None)
+
+
+def kept_status(kept: KeptVersion, followers: Mapping[str, list[str]], own_bytes: int | None = None) -> KeptStatus:
+    """A kept version; `followers` are consumers by the id of the version that they follow."""
+    return KeptStatus(
+        model=kept.model,
+        version=kept.version,
+        name=kept.name,
+        step=kept.seal.step,
+        sealed_unix_ns=kept.seal.sealed_unix_ns,
+        event_time_unix_ns=kept.seal.event_time_unix_ns,
+        kept_unix_ns=kept.kept_unix_ns,
+        bytes=kept.bytes,
+        own_bytes=own_bytes,
+        by=kept.by,
+        followers=followers.get(kept.id, []),
     )
 
 
-def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverview:
-    return ConsumerOverview(
-        consumer=consumer,
-        model=model,
-        state=state,
-        reason=f"model {model!r} is not available: {why}",
-        **dict.fromkeys(("head", "offset", *LAG_NUMBERS)),
-        replicas=0,
-        connected=0,
-        wrong=[],
-        released_rows=0,
-        released_bytes=0,
-        freshness=freshness_of(DeliveryDurations()),
-        policy="",
-    )
-
-
-@dataclass(frozen=True)
-class KeptOverview:
-    """A kept version of a model, sealed `seconds_ago`; `name` may be empty.
-
-    `bytes` is the size of the files of its checkpoint. `followers` are the consumers that follow it.
-    """
-
-    model: str
-    version: int
-    name: str
-    seconds_ago: float
-    bytes: int
-    followers: list[str]
-
-
-def kept_overviews(versions: Versions, count: int, now_unix_ns: int) -> list[KeptOverview]:
+def kept_statuses(versions: Versions, count: int) -> list[KeptStatus]:
     """At most `count` kept versions of this process's models, newest first, as far as they have been read.
 
     Versions that a consumer follows come before others, then those with a name. In the event loop.
     """
-    listed = versions.listed()
-    followers = {model: versions.followers_of(model) for model in listed}
-    lines = [
-        KeptOverview(
-            model=each.model,
-            version=each.version,
-            name=each.name,
-            seconds_ago=round(max(0, now_unix_ns - each.seal.sealed_unix_ns) / 1e9, 3),
-            bytes=each.bytes,
-            followers=followers[each.model].get(each.id, []),
-        )
-        for kept in listed.values()
-        for each in kept
-    ]
-    chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, line.seconds_ago))[:count]
-    return sorted(chosen, key=lambda line: line.seconds_ago)
-
-
-@dataclass(frozen=True)
-class Overview:
-    """The state of a process at `unix_ms`, milliseconds since 1970.
-
-    `missing` names the other live processes: each has its own overview.
-    """
-
-    unix_ms: int
-    freshness_bounds: list[float]
-    processes: list[ProcessOverview]
-    missing: list[str]
-    models: list[ModelOverview]
-    trainers: list[TrainerLine]
-    consumers: list[ConsumerOverview]
-    cuts: list[VersionLine]
-    kept: list[KeptOverview]
-    events: list[RecentEvent]
+    lines = list[KeptStatus]()
+    for model, kept in versions.listed().items():
+        followers = versions.followers_of(model)
+        lines += [kept_status(each, followers) for each in kept]
+    chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, -line.sealed_unix_ns))[:count]
+    return sorted(chosen, key=lambda line: -line.sealed_unix_ns)

@@ -1,24 +1,11 @@
 """Readiness checks of a process: whether it accepts streams, and why not."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from deltasync.base.words import listed
 from deltasync.service.models import Models
+from deltasync.status.records import Check
 from deltasync.status.sources import Sources
-
-
-@dataclass(frozen=True)
-class Check:
-    """A readiness check: its name, and why it fails; `trouble` is empty if it passes."""
-
-    check: str
-    trouble: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether the check passes."""
-        return not self.trouble
 
 
 def checks(sources: Sources) -> list[Check]:

@@ -93,8 +93,8 @@ def test_a_role_is_for_the_names_that_it_names(
 
 
 def test_who_subscribes_may_object_for_the_names_that_the_role_names(service: GuardedService) -> None:
-    for name, status in (("predictors", 400), ("others", 403)):  # There is no reason in the body.
-        assert service.ask("POST", f"/consumers/{name}/object", "predictor")[0] == status
+    for name, status in (("predictors", 200), ("others", 403)):
+        assert service.ask("POST", f"/consumers/{name}/object", "predictor", b'{"reason": "bad"}')[0] == status
 
 
 def test_who_may_not_is_refused_before_a_message(service: GuardedService) -> None:

@@ -373,7 +373,7 @@ def test_an_ack_of_a_version_that_was_not_sent(served: tuple[RunningService, Pos
     with refused(service, ReplicaStream, INVALID, "acked number 1", "only number 0", **early) as stream:
         stream.until("chunk")
         stream.send(ack(0, position))
-    lag = service.get_json("/consumers/probes/lag")
+    lag = service.get_json("/consumers/probes")
     assert "early" not in [line["replica"] for line in lag["replicas"]]  # It has held nothing.
 
 

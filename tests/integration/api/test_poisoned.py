@@ -50,7 +50,7 @@ def test_a_cut_that_is_refused_reaches_nobody_and_is_told(tmp_path: Path, poison
         with Trainer(service.grpc, run="s", started=2) as trainer:
             wait_until_in_sync(service, "predictors", trainer.publish_all())
         assert service.get_json("/models")[0]["refused"] is None
-        assert "refused" not in service.get_json("/consumers/predictors/lag")["reason"]
+        assert "refused" not in service.get_json("/consumers/predictors")["reason"]
 
 
 def test_a_limit_holds_over_a_restart(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_in_quarantine_replicas_keep_the_last_good_version(tmp_path: Path) -> No
             assert "version 2 is in quarantine: table 'user': row 7 has norm" in lag["reason"]
             assert "was refused" not in lag["reason"]
             assert fleet[name].bytes() == good
-        reason = service.get_json("/consumers/probes/lag")["paused"]["reason"]
+        reason = service.get_json("/consumers/probes")["paused"]["reason"]
         assert reason.startswith("version 2 is in quarantine: ")
         assert reason.endswith("; mine")
         assert events(service, "cut_quarantined") == 1

@@ -448,7 +448,7 @@ def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as replica:
         rows, _ = replica.release()
-        first = Position(running.get_json("/consumers/predictors/lag")["history"], 1)
+        first = Position(running.get_json("/consumers/predictors")["history"], 1)
         second = publish(rank, 2, 3)
         more, _ = replica.release()
         replica.send(ack(size_of(rows), first), ack(size_of([*rows, *more]), second))
@@ -468,7 +468,7 @@ def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: Running
             assert code is grpc.StatusCode.ABORTED
             assert "a newer stream of replica 'p0'" in details
             (line,) = running.get_json("/consumers")[:1]
-            assert (line["replicas"], line["connected"]) == (1, 1)
+            assert (line["fleet"], line["connected"]) == (1, 1)
 
 
 def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, rank: RankStream) -> None:
@@ -477,7 +477,7 @@ def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, ra
         older.release()
         with ReplicaStream(running.grpc) as newer:
             newer.release()
-            older.send(ack(0, Position(running.get_json("/consumers/predictors/lag")["history"], 1)))
+            older.send(ack(0, Position(running.get_json("/consumers/predictors")["history"], 1)))
             older.refusal()
             assert offset_of(running, "p0") == 0
 
@@ -485,10 +485,10 @@ def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, ra
 def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc, replica="gone") as replica:
         _, end = replica.release()
-        assert running.get_json("/consumers/predictors/lag")["state"] == "behind"
+        assert running.get_json("/consumers/predictors")["state"] == "behind"
         replica.send(ack(0, Position(end.position.history, 1)))
         offset_reached(running, "gone", 1)
-    while running.get_json("/consumers/predictors/lag")["state"] != "away":
+    while running.get_json("/consumers/predictors")["state"] != "away":
         pass
     assert rows_of(running).keys() == {USER.name, ITEM.name}
 

@@ -66,3 +66,8 @@ def test_help_imports_nothing_that_is_slow() -> None:
 
 def test_calls_import_nothing_that_is_slow() -> None:
     assert ran(CALLS) == [(" ".join(call), "ServiceUnavailable", []) for call in CALLS]
+
+
+def test_a_predictor_needs_no_http_library() -> None:
+    code = "import sys, deltasync.client; sys.exit('httpx' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -78,8 +78,8 @@ def test_the_newest_checkpoints_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "route"),
     [
-        (["lag", "predictors"], "/consumers/predictors/lag"),
-        (["lag"], "/lag"),
+        (["lag", "predictors"], "/consumers/predictors"),
+        (["lag"], "/consumers"),
         (["cuts"], "/versions"),
         (["events"], "/events?last=20"),
         (["consumers", "list"], "/consumers"),
@@ -104,8 +104,8 @@ def test_one_screen_says_what_is_wrong(service: RunningService) -> None:
     text = shown("status", "--service", service.http)
     assert "ready" in text
     lines = [line.split() for line in text.splitlines() if line]
-    (model,) = (line for line in lines if line[:2] == ["clicks", "2"] and "ago" in line)
-    assert "1/1" in model
+    titles = next(line for line in lines if line[:3] == ["model", "version", "step"])
+    assert "ranks" in titles
     order = [line[0] for line in lines if line[0] in ("mobile", "predictors", "probes")]
     assert order[:3] == ["mobile", "probes", "predictors"]  # Those that nobody follows first.
     cuts = next(line for line in lines if line[:2] == ["model", "version"] and "gather" in line)
@@ -148,7 +148,7 @@ def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str)
     assert sum("norm" in line for line in tables) == 4
     said = json.loads(shown("tail", consumer, "--count", "1", "--json", "--service", service.grpc))
     assert (said["version"], said["rows"]) == (2, 100)
-    names = {each["replica"] for each in service.get_json(f"/consumers/{consumer}/lag")["replicas"]}
+    names = {each["replica"] for each in service.get_json(f"/consumers/{consumer}")["replicas"]}
     assert names <= {"p"}  # It has said goodbye.
     code, _, err = deltasync("tail", "nobody", "--service", service.grpc)
     assert (code, "no consumer 'nobody'" in err) == (1, True)

@@ -245,7 +245,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         repair, right, whole = raw.take()
         assert (repair, whole) == (second, [0])
         # It is damaged until it has said that it is not.
-        lag = service.get_json("/consumers/top/lag")
+        lag = service.get_json("/consumers/top")
         assert (lag["state"], lag["offset"]) == ("damaged", first.number)
         raw.say(repair, right)
         lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
@@ -261,7 +261,7 @@ def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, trainer:
     raw.say(position, {**right, 0: right[0] ^ 1})
     repair, right, whole = raw.take()
     assert whole == [0]
-    assert service.get_json("/consumers/top/lag")["offset"] == 0
+    assert service.get_json("/consumers/top")["offset"] == 0
     raw.say(repair, right)
     raw.say(repair, right)
     wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
@@ -322,7 +322,7 @@ def test_acks_of_older_releases_change_nothing(service: RunningService, trainer:
     trainer.change(5)
     third, right, whole = raw.take()
     assert whole == []
-    lag = service.get_json("/consumers/top/lag")
+    lag = service.get_json("/consumers/top")
     assert lag["offset"] == second.number
     assert lag["replicas"][0]["damaged"] == []
     raw.say(third, right)

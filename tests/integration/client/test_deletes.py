@@ -63,4 +63,4 @@ def test_a_delete_of_no_row_of_the_shard_is_refused_and_nothing_is_written(servi
             refused = other.publish(Part(step=1, step_end_unix_ns=1, rows=rows, full=True))
             with pytest.raises(ValueError, match="row id 60 is outside this rank's rows 0 to 59"):
                 refused.result(WAIT)
-    assert service.get_json("/consumers/predictors/lag")["head"] == 1
+    assert service.get_json("/consumers/predictors")["head"] == 1

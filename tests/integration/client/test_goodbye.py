@@ -115,7 +115,7 @@ def test_a_replica_that_says_goodbye_is_forgotten(tmp_path: Path) -> None:
         assert lag["state"] == "empty"
         assert events(service, "replica_left") == 3
     with RunningService(tmp_path / "data") as service:
-        assert service.get_json("/consumers/predictors/lag")["replicas"] == []
+        assert service.get_json("/consumers/predictors")["replicas"] == []
 
 
 def test_one_that_dies_in_the_middle_of_a_release_is_a_line_with_a_reason(
@@ -158,7 +158,7 @@ def test_of_two_of_one_name_the_older_one_stops(running: RunningService, caplog:
             newer.check()
             older.close()  # Has nothing to say any more.
             assert events(running, "replica_replaced") == 1
-            assert len(running.get_json("/consumers/predictors/lag")["replicas"]) == 1
+            assert len(running.get_json("/consumers/predictors")["replicas"]) == 1
 
 
 def test_the_copy_in_a_forked_process_has_nothing_to_say(running: RunningService) -> None:
@@ -196,7 +196,7 @@ def test_one_of_its_name_that_has_come_since_stays(running: RunningService, wait
     with follow(running, "predictors", "leaves", NumpyTarget()) as newer:
         newer.wait_for(1, 20)
         waiting.close()
-        lag = running.get_json("/consumers/predictors/lag")
+        lag = running.get_json("/consumers/predictors")
         assert [each["connected"] for each in lag["replicas"]] == [True]
         newer.check()
         assert events(running, "replica_forgotten") == 0
@@ -211,7 +211,7 @@ def test_whom_nobody_can_tell_is_not_waited_for(
         waiting._route.endpoint = replace(waiting._route.endpoint, address=f"{host}:{port}")
         waiting.close()
     assert "replica leaves of consumer predictors could not sign off and counts as disconnected" in caplog.text
-    assert running.get_json("/consumers/predictors/lag")["state"] == "away"
+    assert running.get_json("/consumers/predictors")["state"] == "away"
 
 
 def test_a_goodbye_overtakes_the_news_that_a_connection_is_lost(running: RunningService) -> None:
@@ -233,13 +233,13 @@ def test_a_goodbye_overtakes_the_news_that_a_connection_is_lost(running: Running
             changed.CopyFrom(leave)
             changed.MergeFrom(subscribe_pb2.LeaveRequest(**other))
             stub.Leave(changed, timeout=20)
-        assert running.get_json("/consumers/predictors/lag")["replicas"][0]["connected"]
+        assert running.get_json("/consumers/predictors")["replicas"][0]["connected"]
         for _ in range(2):
             stub.Leave(leave, timeout=20)
-        assert running.get_json("/consumers/predictors/lag")["replicas"] == []
+        assert running.get_json("/consumers/predictors")["replicas"] == []
         lost.rest()
         assert events(running, "replica_left") == 1
-    assert running.get_json("/consumers/predictors/lag")["replicas"] == []
+    assert running.get_json("/consumers/predictors")["replicas"] == []
 
 
 def test_one_that_reconnects_does_not_stop_itself(running: RunningService) -> None:

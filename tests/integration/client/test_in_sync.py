@@ -109,7 +109,7 @@ def test_a_table_without_a_place_stops_the_replica(service: RunningService, cons
         pytest.raises(NotFound, match="table 'item': the module has no parameter or buffer of that name"),
     ):
         replica.wait_for(trainer.publish_all(), WAIT)
-    assert service.get_json(f"/consumers/{consumer}/lag")["state"] != "in sync"
+    assert service.get_json(f"/consumers/{consumer}")["state"] != "in sync"
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
@@ -289,5 +289,5 @@ def test_a_misspelt_model_is_empty_and_the_others_are_named(service: RunningServ
         assert (lag["state"], lag["reason"]) == ("empty", said + "none")
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
-        lag = service.get_json("/consumers/typo/lag")
+        lag = service.get_json("/consumers/typo")
         assert (lag["state"], lag["reason"]) == ("empty", said + "clicks")

@@ -123,10 +123,10 @@ def test_a_network_that_is_gone_is_found_out_on_both_sides(
     publisher = followed.trainer.publisher
     _becomes(lambda: not followed.replica.connection.connected and not publisher.connection.connected)
     assert followed.replica.connection.last_error
-    _becomes(lambda: not running.get_json("/models")[0]["ranks"][0]["connected"])
-    _becomes(lambda: not running.get_json("/consumers/predictors/lag")["replicas"][0]["connected"])
-    assert running.get_json("/models")[0]["ranks"][0]["left"]
-    assert running.get_json("/consumers/predictors/lag")["replicas"][0]["left"]
+    _becomes(lambda: not running.get_json("/trainers")[0]["connected"])
+    _becomes(lambda: not running.get_json("/consumers/predictors")["replicas"][0]["connected"])
+    assert running.get_json("/trainers")[0]["left"]
+    assert running.get_json("/consumers/predictors")["replicas"][0]["left"]
     proxy.go_on()
     published.join(3 * WAIT)
     followed.check(Position(followed.replica.version.history, max(followed.expected)))

@@ -524,7 +524,7 @@ def test_another_limit_is_told_and_sends_no_row_again(service: RunningService) -
             assert opened_limit(service, "predictors") == (policy.ready_within_seconds or 0)
         replica.wait_for(head, WAIT)
         assert (replica.held, len(target.releases)) == (head, 1)
-        assert service.get_json("/consumers/predictors/lag")["policy"]["ready_within_seconds"] is None
+        assert service.get_json("/consumers/predictors")["policy"]["ready_within_seconds"] is None
         admin_of(service).update_consumer("top", Policy(top_k=0.5, ready_within_seconds=7))
     assert target.received_rows == sum(table.rows for table in TABLES)
 

@@ -75,7 +75,7 @@ def test_a_silent_replica_counts_as_away_and_clients_that_never_sent_alive_stay(
             assert event == "nothing has come from it for 2 s"
             connected = {name: each["connected"] for name, each in replicas(service).items()}
         assert connected == {"by-hand": True, "p": False}
-        (rank_line,) = next(each["ranks"] for each in service.get_json("/models") if each["model"] == model)
+        (rank_line,) = (each for each in service.get_json("/trainers") if each["model"] == model)
         assert rank_line["connected"]
 
 
@@ -90,12 +90,12 @@ def test_a_service_that_answers_nothing_is_given_up_after_the_timeout_of_the_end
 
 
 def ranks_of(service: RunningService) -> list[dict[str, object]]:
-    ranks: list[dict[str, object]] = service.get_json("/models")[0]["ranks"]
+    ranks: list[dict[str, object]] = service.get_json("/trainers")
     return ranks
 
 
 def replicas(service: RunningService) -> dict[str, dict[str, object]]:
-    return {each["replica"]: each for each in service.get_json("/consumers/predictors/lag")["replicas"]}
+    return {each["replica"]: each for each in service.get_json("/consumers/predictors")["replicas"]}
 
 
 def lost(service: RunningService) -> list[str]:

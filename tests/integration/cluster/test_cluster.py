@@ -66,7 +66,7 @@ def publish(trainer: Trainer, times: int = 5) -> None:
 
 def in_sync(service: ServiceProcess) -> dict[str, Any]:
     """The lag, from where this process redirects to, as `curl -L` does; empty before the last ack is there."""
-    lag: dict[str, Any] = service.get_json("/consumers/predictors/lag")
+    lag: dict[str, Any] = service.get_json("/consumers/predictors")
     return lag if lag["state"] == "in sync" else {}
 
 
@@ -234,8 +234,8 @@ def test_a_process_is_drained_through_any_other(calm: Cluster) -> None:
     publish(trainer)
     check(trainer, replicas)
     assert calm.owner() is not owner
-    (line,) = calm.owner().get_json("/checkpoints")
-    assert (line["model"], line["reason"]) == ("clicks", "")
+    (line,) = calm.owner().get_json("/models")
+    assert (line["model"], line["checkpoint"]["reason"]) == ("clicks", "")
     draining = {each["process"]: each["draining"] for each in other.get_json("/processes")}
     assert draining[calm.name_of(owner)]
 
@@ -252,9 +252,7 @@ def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_
             check(trainer, replicas)
             after = cluster.owner()
             assert after is not owner
-            assert [owner.get(path)[0] for path in ("/readyz", "/tables", "/consumers/predictors/lag")] == [
-                503
-            ] * 3
+            assert [owner.get(path)[0] for path in ("/readyz", "/tables", "/consumers/predictors")] == [503] * 3
             assert "have not confirmed this process's lease" in owner.get("/readyz")[1]
             assert [owner.get(path)[0] for path in ("/status", "/metrics")] == [200] * 2
             for proxy in cluster.proxies[cluster.name_of(owner)]:

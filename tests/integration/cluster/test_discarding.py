@@ -37,7 +37,7 @@ def test_no_cut_is_sealed_while_the_stream_could_discard_it(cluster: Cluster) ->
     wait_for(lambda: said in readiness(cluster), lambda: readiness(cluster))
     (event,) = wait_for(lambda: [each for each in service.get_json("/events") if each["event"] == "volume_failed"])
     assert said in event["text"]
-    lag = service.get_json("/consumers/predictors/lag")
+    lag = service.get_json("/consumers/predictors")
     assert said in lag["reason"]
     assert [each["connected"] for each in lag["replicas"]] == [True]
     with ThreadPoolExecutor(1) as pool:

@@ -29,7 +29,7 @@ def set_by_operators(admin: Admin) -> list[tuple[str, str]]:
 
 
 def lag(cluster: Cluster, consumer: str) -> dict[str, Any]:
-    status, text = cluster.owner().get(f"/consumers/{consumer}/lag")
+    status, text = cluster.owner().get(f"/consumers/{consumer}")
     found: dict[str, Any] = json.loads(text) if status == 200 else {"head": 0, "state": text}
     return found
 

@@ -65,7 +65,7 @@ def test_a_fleet_follows_a_canary_stops_at_an_objection_and_goes_back(
         assert "stays, because consumer 'canary' objects since" in lag["follows"]
         assert lag["follows"].endswith(": its AUC fell")
         assert "its AUC fell" in admin.consumer("canary")["objects"]
-        assert "its AUC fell" in service.get_json("/consumers/canary/lag")["objects"]
+        assert "its AUC fell" in service.get_json("/consumers/canary")["objects"]
         trainer.change(10)
         third = trainer.expected()
         admin.keep_version("clicks")
@@ -79,7 +79,7 @@ def test_a_fleet_follows_a_canary_stops_at_an_objection_and_goes_back(
         admin.keep_version("clicks")
         at(service, "predictors", 4)
         assert held(fleet) == third
-        assert service.get_json("/consumers/canary/lag")["objects"] == ""
+        assert service.get_json("/consumers/canary")["objects"] == ""
         at(service, "ranked", 4)
     events = [
         (each["subject"]["consumer"], each["text"])

@@ -232,5 +232,6 @@ def test_what_is_published_is_in_a_checkpoint_in_object_storage(service: Deploye
     admin = Admin(endpoint("", secrets["deltasync-access"]["admin-token"].read_text().strip()))
     made = admin.make_checkpoint("clicks")
     assert (made["version"], made["bytes"] > 0) == (head.number, True)
-    (listed,) = [each for each in _get(service, "/checkpoints", secrets).json() if each["model"] == "clicks"]
+    models = _get(service, "/models", secrets).json()
+    (listed,) = [each["checkpoint"] for each in models if each["model"] == "clicks"]
     assert (listed["version"], listed["reason"]) == (head.number, "")

@@ -331,7 +331,7 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         trainer.publish_all()
         replica.wait_until_ready(60)
         visitor = Visitor(service, tmp_path)
-        wait_for(lambda: all(each["state"] == "in sync" for each in service.get_json("/lag")))
+        wait_for(lambda: all(each["state"] == "in sync" for each in service.get_json("/consumers")))
         everything, each, one, late = visitor.shell(OPERATING.block("lag"))
         assert "ready" in everything
         assert "in sync" in each
@@ -366,7 +366,7 @@ def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytes
         assert "nothing is damaged" in visitor.shell(OPERATING.block("fsck"))[0]
         settings.write_text(settings.read_text() + '[consumers.edge]\nmodel = "clicks"\ntop_k = 0.1\n')
         service.send_signal(signal.SIGHUP)
-        wait_for(lambda: "edge" in {each["consumer"] for each in service.get_json("/lag")})
+        wait_for(lambda: "edge" in {each["consumer"] for each in service.get_json("/consumers")})
     with ServiceProcess(tmp_path / "restored") as service:
         assert [each["head"] for each in service.get_json("/models") if each["model"] == "clicks"] == [2]
 

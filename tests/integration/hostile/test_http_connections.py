@@ -1,18 +1,15 @@
 """Connections of HTTP that say nothing, or are too many."""
 
-import os
-import resource
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
-from deltasync.access.limits import LimitOptions, Limits
+from deltasync.access.limits import LimitOptions, Limits, network_of
 from deltasync.api.http_server import HttpListener
 from deltasync.base.process import listening_socket
 
@@ -97,50 +94,25 @@ def drop_by_drop(connection: socket.socket, ended: threading.Event) -> None:
             return
 
 
-@contextmanager
-def without_descriptors() -> Iterator[None]:
-    """While no further file can be opened."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_connection_without_a_descriptor_is_closed_instead_of_waking_the_loop_for_ever() -> None:
-    limits = Limits()
+def test_a_connection_counts_until_it_is_closed_and_one_beyond_the_limit_is_closed() -> None:
+    limits = Limits(LimitOptions(http_connections_per_peer=1))
     with HttpListener(listening_socket("127.0.0.1", 0), limits) as listener:
-        listener.setblocking(False)
-        with socket.create_connection(listener.getsockname(), _SECONDS) as refused:
-            with without_descriptors(), pytest.raises(BlockingIOError):
-                listener.accept()
-            assert is_closed(refused)
-        with pytest.raises(BlockingIOError):
-            listener.accept()  # Nobody waits any more.
-        assert limits.refused["http_connections"] == 1
-        with socket.create_connection(listener.getsockname(), _SECONDS):
+        address = listener.getsockname()
+        with socket.create_connection(address, _SECONDS), socket.create_connection(address, _SECONDS) as further:
             accepted, _ = listener.accept()
             assert limits.number("http_connections") == 1
+            with pytest.raises(ConnectionAbortedError):
+                listener.accept()
+            assert is_closed(further)
             accepted.close()
             accepted.close()
-            assert limits.number("http_connections") == 0
-
-
-def test_a_network_of_ipv6_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = Limits(LimitOptions(http_connections_per_peer=1))
-    addresses = iter(["2001:db8::1", "2001:db8::2", "2001:db8:0:1::1"])
-    monkeypatch.setattr(HttpListener, "_take", lambda _: (socket.socket(), (next(addresses), 1)))
-    with HttpListener(listening_socket("127.0.0.1", 0), limits) as listener:
-        first, (address, _) = listener.accept()
-        with first:
-            assert address == "2001:db8::1"
-            second, (address, _) = listener.accept()
-            with second:
-                assert address == "2001:db8:0:1::1"
+    assert limits.number("http_connections") == 0
     assert limits.refused["http_connections_per_peer"] == 1
+
+
+def test_a_network_of_ipv6_is_one_peer() -> None:
+    networks = [network_of(each) for each in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.7")]
+    assert networks == ["2001:db8::", "2001:db8::", "2001:db8:0:1::", "10.0.0.7"]
 
 
 def test_idle_connections_of_grpc_leave_descriptors_for_all_else(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[s
     """The newest version that a service of a data directory has, and what new replicas of consumers are given."""
     targets = [Recorder() for _ in consumers]
     with RunningService(data_dir) as service:
-        head = service.get_json(f"/consumers/{consumers[0]}/lag")["head"]
+        head = service.get_json(f"/consumers/{consumers[0]}")["head"]
         for consumer, target in zip(consumers, targets, strict=True):
             with follow(service, consumer, "newcomer", target) as follower:
                 follower.wait_for(head, WAIT)
@@ -181,7 +181,7 @@ def test_a_backup_goes_on_as_a_new_epoch_of_the_same_past(tmp_path: Path) -> Non
         restore(tmp_path / f"backup-{number - 1}", tmp_path / str(number))
         received = {name: target.received_rows for name, target in targets.items()}
         with RunningService(tmp_path / str(number), policies=POLICIES) as service:
-            lag = service.get_json("/consumers/predictors/lag")
+            lag = service.get_json("/consumers/predictors")
             assert (lag["offset"], [each["replica"] for each in lag["replicas"]]) == (head.number, ["r"])
             followers = {
                 name: follow(service, name, "r", target, held=held[name]) for name, target in targets.items()

@@ -32,7 +32,7 @@ def written(left: tuple[Path, Content], tmp_path: Path) -> Iterator[tuple[Runnin
 def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningService, Content]) -> None:
     service, content = written
     for consumer, policy in {"plain": None, **POLICIES}.items():
-        lag = service.get_json(f"/consumers/{consumer}/lag")
+        lag = service.get_json(f"/consumers/{consumer}")
         assert lag["head"] == 7
         offsets = {each["replica"]: each["offset"] for each in lag["replicas"]}
         early, late = (content.held[f"{consumer}/{replica}"].number for replica in ("early", "late"))

@@ -57,7 +57,7 @@ def test_a_full_volume_is_named_and_waiting_cuts_pass_once_there_is_room(
         published = pool.submit(trainer.change, WIDE.rows)
         said = service.wait_for_status("/readyz", 503)
         assert re.search(r"data.mdb on volume 'log': .*No space left on device.* 0 are free\): make room", said)
-        lag = service.get_json("/consumers/predictors/lag")
+        lag = service.get_json("/consumers/predictors")
         assert lag["state"] == "failed"
         assert lag["reason"].startswith(
             "the service still serves its stored rows, but a volume refuses new ones: "
@@ -117,20 +117,22 @@ def test_cuts_go_on_while_no_checkpoint_can_be_written(
         Trainer(service.grpc, [WIDE]) as trainer,
     ):
         trainer.publish_all()
-        wait_for(lambda: service.get_json("/checkpoints")[0]["version"] == 1)
+        wait_for(lambda: service.get_json("/models")[0]["checkpoint"]["version"] == 1)
         if trouble == "full":
             filler = fill(volume)
         else:
             remount(volume, "ro")
         for _ in range(5):
             head = trainer.change(WIDE.rows)
-        (line,) = wait_for(lambda: [each for each in service.get_json("/checkpoints") if each["reason"]])
+        (line,) = wait_for(
+            lambda: [each["checkpoint"] for each in service.get_json("/models") if each["checkpoint"]["reason"]]
+        )
         assert line["version"] == 1
         advice = "make room on it" if trouble == "full" else "mount it for writing"
         assert line["reason"].endswith(advice)
         status, ready = service.get("/readyz")
         assert (status, f"checkpoints of model 'clicks': {line['reason']}" in ready) == (200, True)
-        assert f"checkpoints fail: {line['reason']}" in service.get_json("/consumers/predictors/lag")["reason"]
+        assert f"checkpoints fail: {line['reason']}" in service.get_json("/consumers/predictors")["reason"]
         assert samples_of(service)["deltasync_checkpoint_failures_total", ()] >= 1
         service.kill()
         service.start()
@@ -219,12 +221,12 @@ def test_a_service_starts_on_a_killed_ones_files_even_if_it_cannot_write(
         for name, target in targets.items():
             with follow(service, name, "p", target) as replica:
                 replica.wait_for(1, WAIT)
-                assert service.get_json(f"/consumers/{name}/lag")["state"] == "failed"
+                assert service.get_json(f"/consumers/{name}")["state"] == "failed"
             np.testing.assert_array_equal(target.tables["wide"], trainer.rows["wide"])
-        assert service.get("/consumers/later/lag")[0] == 404
+        assert service.get("/consumers/later")[0] == 404
         service.largest_file_is(resource.RLIM_INFINITY)
         service.wait_for_status("/readyz", 200)
-        service.wait_for_status("/consumers/later/lag", 200)
+        service.wait_for_status("/consumers/later", 200)
         head = trainer.change(7)
         for name in targets:
             with follow(service, name, "q", NumpyTarget()) as replica:

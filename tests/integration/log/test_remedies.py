@@ -68,7 +68,7 @@ def check_serves(data: Path, rows: dict[str, bytes]) -> None:
     """Replicas of a data directory hold these rows; then a trainer goes on, and they follow."""
     target = Recorder()
     with ServiceProcess(data, *CONSUMER) as service, follow(service, "predictors", "new", target) as replica:
-        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], WAIT)
+        replica.wait_for(service.get_json("/consumers/predictors")["head"], WAIT)
         assert target.bytes() == rows
         with Trainer(service.grpc, run="next", started=2, seed=1) as trainer:
             replica.wait_for(trainer.publish_all(), WAIT)

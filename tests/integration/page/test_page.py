@@ -125,7 +125,15 @@ def test_it_shows_kept_versions_and_who_follows_them(service: RunningService, op
 
 
 def test_a_kept_version_older_than_the_last_cuts_has_a_line_of_its_own(in_sync: InSync, opened: Open) -> None:
-    kept = {"model": "ads", "version": 3, "name": "old", "seconds_ago": 7200, "bytes": 5, "followers": ["a", "b"]}
+    sealed = {"sealed_unix_ns": in_sync.status["unix_ms"] * 10**6 - 7200 * 10**9, "followers": ["a", "b"]}
+    kept = {
+        "model": "ads",
+        "version": 3,
+        "name": "old",
+        "sealed_unix_ns": sealed,
+        "bytes": 5,
+        "followers": ["a", "b"],
+    }
     page = opened("about:blank")
     answer(page, in_sync.status | {"kept": [kept]})
     page.goto(in_sync.http)
@@ -418,7 +426,7 @@ def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSyn
 
 
 AWAY = [{"replica": "p", "reason": "away for 3 s: its connection was lost"}]
-UNKNOWN = {"state": "waiting", "head": None, "versions": None, "seconds": None, "replicas": 0, "connected": 0}
+UNKNOWN = {"state": "waiting", "head": None, "lag": None, "fleet": None, "connected": None}
 SYNC, STALE, TRAINERS = (f'li:has-text("{title}")' for title in ("In sync?", "How stale?", "Trainers"))
 SERVICE = '.flow > li:has(strong:text-is("Service"))'
 CONSUMER = 'table:has-text("unsent") tr:has-text("predictors")'
@@ -430,10 +438,10 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
     ("consumers", {}, {SYNC: "In sync?all1 consumer, 1 replica"}),
     (
         "consumers",
-        {"wrong": AWAY, "connected": 0},
+        {"replicas": AWAY, "connected": 0},
         {SYNC: "In sync?all but 1 replica1 consumer, 1 of 1 replica to look at", CONSUMER: "in sync"},
     ),
-    ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, 1 of 1 replica to look at"}),
+    ("consumers", {"replicas": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, 1 of 1 replica to look at"}),
     ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, but not verified"}),
     ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?unknown"}),
     ("consumers", UNKNOWN, {SYNC: "In sync?1 of 1 not", CONSUMER: "waiting"}),
@@ -482,7 +490,7 @@ def test_what_is_not_known_is_a_dash(in_sync: InSync, opened: Open) -> None:
     answer(page, status)
     page.goto(in_sync.http)
     cells = page.locator(CONSUMER).locator("td.number")
-    expect(cells).to_have_text(["\N{EN DASH}"] * 6)
+    expect(cells).to_have_text(["\N{EN DASH}"] * 9)
     for cell in cells.all():
         expect(cell).to_have_attribute("title", "unknown")
     expect(page.locator(CUT)).to_contain_text(re.compile(r"s so far"))
@@ -499,12 +507,12 @@ def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
     def behind(route: Route) -> None:
         lag = route.fetch().json()
         for each in lag["tables"]:
-            each |= {"rows": 5, "oldest_row_seconds": 0.0, "unsent_norm": None, "unsent_share": None}
+            each |= {"rows": 5, "oldest_row_seconds": None, "unsent_norm": None, "unsent_share": None}
         route.fulfill(json=lag | {"offset": 1234, "release": releases[offset]})
 
     page = opened("about:blank")
     answer(page, in_sync.status)
-    page.route("**/consumers/predictors/lag", behind)
+    page.route("**/consumers/predictors", behind)
     for offset in releases:
         page.goto("about:blank")
         page.goto(f"{in_sync.http}/#/consumers/predictors")
@@ -516,7 +524,7 @@ def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
 def test_a_consumer_that_needs_somebody_comes_first_and_is_not_green(in_sync: InSync, opened: Open) -> None:
     status = deepcopy(in_sync.status)
     status["consumers"] = [status["consumers"][0] | {"consumer": each} for each in ("a", "b", "c")]
-    status["consumers"][1] |= {"wrong": AWAY}
+    status["consumers"][1] |= {"replicas": AWAY}
     page = opened("about:blank")
     answer(page, status)
     page.goto(in_sync.http)

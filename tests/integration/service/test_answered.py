@@ -31,7 +31,7 @@ def published(service: RunningService, model: str) -> Position:
 
 
 def lag_of(service: RunningService, consumer: str) -> tuple[int, int]:
-    lag = service.get_json(f"/consumers/{consumer}/lag")
+    lag = service.get_json(f"/consumers/{consumer}")
     return lag["head"], lag["lag"]["rows"]
 
 
@@ -68,9 +68,9 @@ def replica(service: RunningService, model: str) -> object:
 def tables(service: RunningService, model: str) -> object:
     lines = service.get_json(f"/tables/{WIDE.name}")
     return [
-        (line["table"]["head"], each["lag"]["rows"])
+        (line["head"], each["lag"]["rows"])
         for line in lines
-        if line["table"]["model"] == model
+        if line["model"] == model
         for each in line["consumers"]
     ]
 

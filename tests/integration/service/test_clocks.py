@@ -34,14 +34,14 @@ def test_the_services_clock_is_set_while_all_runs(
             right = time.time_ns
             monkeypatch.setattr(time, "time_ns", lambda: right() + ahead * 10**9)
             for name in ("predictors", "top"):  # Of what was made before.
-                _check(running.get_json(f"/consumers/{name}/lag"))
+                _check(running.get_json(f"/consumers/{name}"))
             trainer.change(20)
             head = trainer.change(20)
             wait_for_lag(running, "top", lambda lag: lag["head"] == head.number and lag["state"] == "in sync")
             assert replica.ready
             for name in ("predictors", "top"):
-                _check(running.get_json(f"/consumers/{name}/lag"))
-            lag = running.get_json("/consumers/predictors/lag")
+                _check(running.get_json(f"/consumers/{name}"))
+            lag = running.get_json("/consumers/predictors")
             assert (lag["lag"]["versions"], lag["state"]) == (4, "behind")
             assert lag["lag"]["seconds"] > 0
             _check({name: value for (name, _), value in samples_of(running).items() if "_seconds_" not in name})
@@ -71,8 +71,8 @@ def test_a_service_comes_back_with_another_clock_than_its_peers(tmp_path: Path, 
         assert replica.ready
         assert target.bytes() == trainer.expected()
         for name in ("predictors", "top"):
-            _check(service.get_json(f"/consumers/{name}/lag"), most=2 * HOUR)
-        assert [each["replica"] for each in service.get_json("/consumers/predictors/lag")["replicas"]] == ["away"]
+            _check(service.get_json(f"/consumers/{name}"), most=2 * HOUR)
+        assert [each["replica"] for each in service.get_json("/consumers/predictors")["replicas"]] == ["away"]
         with Trainer(service.grpc, run="later", started=began + 1) as later:
             if ahead > 0:
                 assert later.publish_all().number == head.number + 1

@@ -126,7 +126,7 @@ def test_a_consumer_that_cannot_be_as_configured_stays_as_it_is_and_says_so(
         assert (status, ready.splitlines()[0]) == (200, "ok")
         assert "consumer 'mobile': its configuration was refused" in ready
         assert said in ready
-        assert said in service.get_json("/consumers/mobile/lag")["reason"]
-        assert said not in service.get_json("/consumers/new/lag")["reason"]
+        assert said in service.get_json("/consumers/mobile")["reason"]
+        assert said not in service.get_json("/consumers/new")["reason"]
         assert service.terminate() == 0
     assert "failed: consumer=mobile its configuration was refused" in capfd.readouterr().err

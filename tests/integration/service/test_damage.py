@@ -59,9 +59,9 @@ def test_a_flipped_bit_in_the_base_costs_the_rows_of_its_chunk(
         assert "rows of table 'user'" in said
         assert base_of(data_dir).name in said
         assert REMEDY in said
-        status, lag = service.get("/consumers/plain/lag")
+        status, lag = service.get("/consumers/plain")
         assert (status, "it lacks" in lag) == (503, True)
-        assert "it lacks" in service.get("/lag")[1]
+        assert "it lacks" in service.get("/consumers")[1]
         with follow(service, "plain", "waiting", target := Recorder()) as waiting:
             with Resending(service, written) as trainer:
                 head = trainer.go_on()
@@ -113,7 +113,7 @@ def test_a_model_without_a_readable_checkpoint_is_kept_until_an_operator_gives_i
         assert "the log has no rows of model 'clicks' up to version 2, and no checkpoint is usable" in said
         assert all(each.name in said for each in manifests)
         assert REMEDY in said
-        assert "not published" not in service.get("/lag")[1]
+        assert "not published" not in service.get("/consumers")[1]
         with pytest.raises(ServiceUnavailable, match="no checkpoint is usable"):
             admin_of(service).make_checkpoint("clicks")
         assert service.terminate() == 0

@@ -247,7 +247,7 @@ class Follower:
         try:
             self.replica.wait_for(version, WAIT)
         except TimeoutError as error:
-            raise AssertionError(self._service.get_json(f"/consumers/{self._consumer}/lag")) from error
+            raise AssertionError(self._service.get_json(f"/consumers/{self._consumer}")) from error
         self.check()
 
     def check(self) -> None:

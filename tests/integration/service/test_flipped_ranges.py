@@ -44,7 +44,7 @@ def check(written: Written, data_dir: Path, name: str, at: int) -> str:
             assert "model 'clicks' is still recovering: it lacks" in said
             assert Path(name).name in said
             assert REMEDY in said
-            assert '"in sync"' not in service.get("/lag")[1]
+            assert '"in sync"' not in service.get("/consumers")[1]
         else:
             assert check_replicas(service, written, written.rows.__getitem__) == written.position.number
         with Resending(service, written) as trainer:

@@ -59,9 +59,9 @@ def test_a_later_cut_that_cannot_fit_is_refused_once_and_the_next_small_one_goes
     ):
         with pytest.raises(Contradiction, match=r"needs \d+ bytes in the log, which has room for 1835008"):
             trainer.publish_all()
-        lag = service.get_json("/consumers/predictors/lag")
+        lag = service.get_json("/consumers/predictors")
         assert lag["state"] == "failed"
         assert "a cut is too large for the log" in lag["reason"]
         assert "--log-max-bytes" in service.get("/readyz")[1]
         replica.wait_for(1, WAIT)
-        assert service.get_json("/consumers/predictors/lag")["head"] == 1
+        assert service.get_json("/consumers/predictors")["head"] == 1

@@ -122,11 +122,11 @@ def test_a_damaged_record_of_the_log_costs_the_versions_from_it_on(tmp_path: Pat
         said = f"the log's {name_of(*address_of(key))} is damaged"
         process.wait_for_line(f"the log is damaged after version {damaged - 1}.*{said}")
         if damaged == 1:
-            status, lag = process.get("/consumers/probes/lag")
+            status, lag = process.get("/consumers/probes")
             assert (status, process.get("/readyz")[0]) == (503, 503)
             assert "model 'clicks' is still recovering; try again: it lacks every row" in lag
         else:
-            assert process.get_json("/consumers/probes/lag")["head"] == damaged - 1
+            assert process.get_json("/consumers/probes")["head"] == damaged - 1
             for step in range(2, damaged):
                 rows[0][step] = rows[0][0]
             assert rows_of(process)[USER.name].tobytes() == rows[0].tobytes()

@@ -83,7 +83,7 @@ def test_a_replica_that_is_away_is_forgotten(service: RunningService) -> None:
         options = ["--service", service.http]
         done = CliRunner(env=RIGHTS).invoke(replicas, ["forget", "predictors", "gone", *options])
         assert done.output == "replica gone of consumer predictors is forgotten\n"
-        assert service.get_json("/consumers/predictors/lag")["replicas"] == []
+        assert service.get_json("/consumers/predictors")["replicas"] == []
         assert samples_of(service)["deltasync_events_total", (("event", "replica_forgotten"),)] == 1
 
 
@@ -282,7 +282,7 @@ def test_a_table_is_deleted_though_the_last_cut_was_too_large(tmp_path: Path) ->
 
 
 def _wait_until_nobody_publishes(service: RunningService) -> None:
-    while any(rank["connected"] for rank in service.get_json("/models")[0]["ranks"]):
+    while any(rank["connected"] for rank in service.get_json("/trainers")):
         pass
 
 

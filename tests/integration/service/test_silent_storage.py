@@ -85,4 +85,4 @@ def test_every_route_and_every_consumer_goes_on(tmp_path: Path, monkeypatch: pyt
                 with follow(service, "after", "a", late) as new:
                     new.wait_for(head.number, WAIT)
                 assert late.bytes() == plain.bytes() == trainer.expected()
-                assert "has not answered for" in service.get_json("/checkpoints")[0]["reason"]
+                assert "has not answered for" in service.get_json("/models")[0]["checkpoint"]["reason"]

@@ -41,7 +41,7 @@ def test_a_connection_that_is_dead_behind_a_proxy_is_replaced_by_a_direct_one(tm
         assert fault.result() == ["clicks"]
         assert "has sent nothing for 1 s" in trainer.publisher.connection.last_error
         assert link.connections == 3
-        assert service.get_json("/consumers/probes/lag")["head"] == head.number
+        assert service.get_json("/consumers/probes")["head"] == head.number
 
 
 def test_storage_hangs_until_a_version_is_sealed_and_readyz_answers() -> None:

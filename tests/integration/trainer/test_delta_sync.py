@@ -131,7 +131,7 @@ def test_what_is_on_its_way_when_publishing_is_given_up_is_dropped(
     sync.step()
     sync.abort()
     over.set()
-    assert service.get_json("/consumers/predictors/lag")["head"] == sealed.number
+    assert service.get_json("/consumers/predictors")["head"] == sealed.number
 
 
 def test_statistics_of_batches_reach_the_replica(service: ServiceProcess) -> None:

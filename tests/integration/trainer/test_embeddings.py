@@ -125,8 +125,8 @@ def test_rows_of_an_unsharded_module_are_ranked(running: RunningService, kind: s
         sync.step()
         newest = sync.flush(WAIT)
         replica.wait_for(newest, WAIT)
-        wait_for(lambda: running.get_json("/consumers/two/lag")["release"]["version"] == newest.number)
-        ranked.wait_for(running.get_json("/consumers/two/lag")["release"]["number"], WAIT)
+        wait_for(lambda: running.get_json("/consumers/two")["release"]["version"] == newest.number)
+        ranked.wait_for(running.get_json("/consumers/two")["release"]["number"], WAIT)
         assert received.rows == [2], "the two rows that changed most"
         torch.testing.assert_close(served.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_ranked_is_said_at_the_attachment_and_in_lag(
     assert "module 'tbe' holds its tables in one parameter" in said
     with sync, follow(running, "dense", NumpyTarget()) as replica:
         replica.wait_for(sync.flush(WAIT).number, WAIT)
-        reason = running.get_json("/consumers/dense/lag")["reason"]
+        reason = running.get_json("/consumers/dense")["reason"]
     assert "cannot rank or quantise over.bias, over.weight, which are not embedding tables" in reason
 
 

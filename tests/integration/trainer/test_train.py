@@ -30,7 +30,7 @@ def test_replica_equals_the_trainer_also_after_a_restart(
     target = NumpyTarget()
     with subscriber(service, target) as replica:
         train(service, tmp_path / "first", 640, *ways)
-        head = service.get_json("/consumers/predictors/lag")["head"]
+        head = service.get_json("/consumers/predictors")["head"]
         assert head > 1, "the last steps are a version of their own"
         assert head + sum(each["absorbed"] for each in trainer_facts(tmp_path / "first", 2)) >= 20 // 3
         replica.wait_for(head, 30)
@@ -44,5 +44,5 @@ def test_replica_equals_the_trainer_also_after_a_restart(
         assert published_rows(service) - first < 1000 < first, (
             "a run that continues publishes only what it changes"
         )
-        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+        replica.wait_for(service.get_json("/consumers/predictors")["head"], 30)
         assert unequal_rows(trainer_tables(tmp_path / "second", 2), target.tables) == {}

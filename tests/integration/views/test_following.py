@@ -310,5 +310,5 @@ def test_a_table_that_was_deleted_since_does_not_cost_the_view(tmp_path: Path) -
             histories.add(lag["history"])
         admin.delete_table("clicks", "item")
     with RunningService(tmp_path / "data", policies=POLICIES) as service:
-        histories.add(service.get_json("/consumers/ranked/lag")["history"])
+        histories.add(service.get_json("/consumers/ranked")["history"])
     assert len(histories) == 1

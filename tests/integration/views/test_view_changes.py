@@ -51,7 +51,7 @@ def test_more_or_fewer_rows_at_once(service: RunningService, admin: Admin) -> No
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         wait_until_in_sync(service, "top", trainer.publish_all())
-        history = service.get_json("/consumers/top/lag")["history"]
+        history = service.get_json("/consumers/top")["history"]
         for top_k, largest in ((20, 20), (2, 2), (0.5, 20), (None, 40)):
             policy = Policy(top_k=top_k)
             admin.update_consumer("top", policy)
@@ -189,9 +189,9 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningSe
             history = replica.held.history
         for policy in (Policy(top_k=4, value_type=ValueType.INT8), Policy()):
             admin.delete_consumer("top")
-            assert service.get("/consumers/top/lag")[0] == 404
+            assert service.get("/consumers/top")[0] == 404
             admin.create_consumer("top", "clicks", policy)
-            assert service.get_json("/consumers/top/lag")["replicas"] == []
+            assert service.get_json("/consumers/top")["replicas"] == []
             with follow(service, "top", "a", target, held=replica.held) as replica:
                 lag = given_as(service, "top", policy, head)
                 assert target.bytes() == trainer.expected(policy.value_type)

@@ -102,7 +102,7 @@ class Fleet:
             assert all(first.held[position] == other.held[position] for position in common)
 
     def lag(self) -> dict[str, Any]:
-        lag: dict[str, Any] = self._service.get_json(f"/consumers/{self.consumer}/lag")
+        lag: dict[str, Any] = self._service.get_json(f"/consumers/{self.consumer}")
         return lag
 
 

@@ -68,7 +68,7 @@ def test_two_replicas_at_the_same_release_hold_the_same_bits(service: RunningSer
             assert common
             assert all(first.held[position] == other.held[position] for position in common)
     assert len(first.releases) >= 2
-    lag = service.get_json(f"/consumers/{consumer}/lag")
+    lag = service.get_json(f"/consumers/{consumer}")
     assert all(replica["checked"] for replica in lag["replicas"])
 
 
@@ -124,7 +124,7 @@ def offsets_of(lag: dict[str, Any]) -> dict[str, int]:
 def test_no_release_is_made_while_nobody_is_there_or_holds_the_last(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        assert service.get_json("/consumers/top/lag")["release"] is None
+        assert service.get_json("/consumers/top")["release"] is None
         with ReplicaStream(service.grpc, consumer="top", replica="raw") as replica:
             rows, end = replica.release()
             first = Position(end.position.history, end.position.version)
@@ -134,12 +134,12 @@ def test_no_release_is_made_while_nobody_is_there_or_holds_the_last(service: Run
                 head = trainer.change(20)
                 head = trainer.change(20)
                 wait_until_in_sync(service, "half", head)
-            assert service.get_json("/consumers/top/lag")["release"]["number"] == first.number
+            assert service.get_json("/consumers/top")["release"]["number"] == first.number
             replica.send(ack(size_of(rows), first))
             more, end = replica.release()
             assert (end.position.version, end.version) == (first.number + 1, head.number)
         head = trainer.change(20)
-        lag = service.get_json("/consumers/top/lag")
+        lag = service.get_json("/consumers/top")
         assert lag["state"] == "away"
         assert lag["release"]["number"] == first.number + 1
         assert size_of(more) == lag["release"]["bytes"]
@@ -152,7 +152,7 @@ def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
         with follow(service, "ids", "cache", CallbackTarget(taken.append)):
             head = trainer.publish_all()
             wait_until_delivered(service, "ids", head)
-            size = service.get_json("/consumers/ids/lag")["release"]["bytes"]
+            size = service.get_json("/consumers/ids")["release"]["bytes"]
             assert size == sum(table.rows for table in TABLES) * 12
             begun = len(taken)
             head = trainer.change(7)

@@ -46,7 +46,7 @@ def test_a_subscriber_stops(running: RunningService, said: str) -> None:
     options = SubscriberOptions(service=running.grpc, consumer="predictors", replica="p0")
     with Subscriber(options, NumpyTarget()) as subscriber, pytest.raises(Contradiction, match=said):
         subscriber.wait_for(1, WAIT)
-    assert running.get_json("/consumers/predictors/lag")["replicas"] == []
+    assert running.get_json("/consumers/predictors")["replicas"] == []
 
 
 def refusal(call: Any) -> tuple[grpc.StatusCode, str]:

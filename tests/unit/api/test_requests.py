@@ -94,6 +94,7 @@ SCOPE: Scope = {
     "type": "http",
     "method": "POST",
     "path": "/fsck",
+    "raw_path": b"/fsck",
     "headers": [(b"authorization", b"Bearer ana's")],
     "client": ("127.0.0.1", 4711),
 }

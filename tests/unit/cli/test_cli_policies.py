@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from click.testing import CliRunner
@@ -16,7 +17,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.service.options import ServiceOptions
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag
+from deltasync.status.records import ConsumerStatus, Freshness, Lag, ReleaseLag, ReplicaStatus, TableLag
 
 EVERYTHING = Policy(
     tables=("user*", "item"),
@@ -54,7 +55,11 @@ class RecordedAdmin:
 
     def create_consumer(self, name: str, model: str, policy: Policy) -> dict[str, Any]:
         self.calls.append(("create", *self._at, name, model, policy))
-        return {"consumer": name, "paused": "paused since then" if model == "held" else ""}
+        return {
+            "consumer": name,
+            "paused": {} if model != "held" else {"by": "anna"},
+            "reason": "paused since then",
+        }
 
     def update_consumer(self, name: str, policy: Policy) -> None:
         self.calls.append(("update", *self._at, name, policy))
@@ -228,7 +233,7 @@ RELEASE = ReleaseLag(
     left_norm=12.3456,
     reason="took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
 )
-RANKED = ConsumerLag(
+RANKED = ConsumerStatus(
     consumer="top",
     model="clicks",
     history="h",
@@ -239,11 +244,21 @@ RANKED = ConsumerLag(
     offset=9,
     lag=KNOWN,
     replicas=[
-        ReplicaLag(
-            "p0", connected=True, offset=9, lag=KNOWN, seconds_since_ack=1.0, checked=True, damaged=[], unbound=[]
+        ReplicaStatus(
+            replica="p0",
+            state="connected",
+            since_seconds=1.0,
+            connected=True,
+            offset=9,
+            lag=KNOWN,
+            seconds_since_ack=1.0,
+            checked=True,
+            damaged=[],
+            unbound=[],
         ),
-        ReplicaLag(
-            "p1",
+        ReplicaStatus(
+            replica="p1",
+            since_seconds=3.0,
             connected=False,
             offset=8,
             lag=UNKNOWN,
@@ -260,6 +275,8 @@ RANKED = ConsumerLag(
     damages=0,
     release=RELEASE,
     policy=Policy(top_k=0.1).as_dict(),
+    policy_words=Policy(top_k=0.1).words,
+    freshness=Freshness([], 0),
 )
 
 
@@ -272,43 +289,35 @@ def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str
 
 
 def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> None:
-    lines = lag_lines(asdict(RANKED))
-    assert lines[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]
-    assert [line.split(maxsplit=1) for line in lines[2:7]] == [
-        ["policy", "top_k=10 % of the changed rows"],
-        ["offset", "9, counted in releases"],
-        ["release", "9 of version 11, 0.5 seconds ago"],
-        ["took", "7 of 70 dirty rows: top_k 10 % takes those that have changed most"],
-        ["took", "7 rows, 280 bytes, norm 4"],
-    ]
-    assert [" ".join(line.split()) for line in lines[7:12]] == [
+    facts, replicas, tables = (part.splitlines() for part in "\n".join(lag_lines(asdict(RANKED))).split("\n\n"))
+    assert facts[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]
+    assert [" ".join(line.split()) for line in facts[2:]] == [
+        "policy top_k=10 % of the changed rows",
+        "lag 3 versions, 20 rows, 800 B, 7.5 s",
+        "offset 9, counted in releases",
+        "release 9 of version 11, 0.5 seconds ago",
+        "took 7 of 70 dirty rows: top_k 10 % takes those that have changed most",
+        "took 7 rows, 280 bytes, norm 4",
         "left 63 rows, 2520 bytes, norm 12.35",
         "oldest row 7.5 seconds unsent",
         "unsent norm 2.5, 1.25 % of the tables'",
-        "replica p1 away for 3 s: its stream has ended",
-        "",
     ]
-    assert [" ".join(line.split()) for line in lines[12:]] == [
-        "offset versions rows bytes seconds unsent norm unsent share",
-        "all replicas 9 3 20 800 7.5 2.5 1.25 %",
-        "p0 9 3 20 800 7.5 2.5 1.25 %",
-        "p1 (away) 8 4 30 1200 9.5",
-        "user 15 600 7.5 2 50 %",
-        "item 5 200 0.0",
+    assert [line.split()[:7] for line in replicas[1:]] == [
+        ["p0", "connected", "1", "s", "9", "3", "20"],
+        ["p1", "away", "3", "s", "8", "4", "30"],
+    ]
+    assert replicas[2].endswith("away for 3 s: its stream has ended")
+    assert [line.split() for line in tables[1:]] == [
+        ["user", "15", "600", "B", "7.5", "s", "2", "50", "%"],
+        ["item", "5", "200", "B"],
     ]
 
 
 def test_columns_of_a_lag_stand_under_their_titles() -> None:
-    titles, everything, *_ = lag_lines(asdict(RANKED))[12:]
-    for title, cell in {
-        "offset": "9",
-        "versions": "3",
-        "rows": "20",
-        "bytes": "800",
-        "unsent norm": "2.5",
-    }.items():
+    titles, first, _ = "\n".join(lag_lines(asdict(RANKED))).split("\n\n")[1].splitlines()
+    for title, cell in {"offset": "9", "versions": "3", "rows": "20"}.items():
         end = titles.index(title) + len(title)
-        assert everything[:end].endswith(f" {cell}"), title
+        assert first[:end].endswith(f" {cell}"), title
 
 
 def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
@@ -320,16 +329,9 @@ def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
 
 
 def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> None:
-    plain = replace(
-        RANKED, release=None, policy=Policy().as_dict(), replicas=[], tables=[TableLag("user", 15, 600)]
-    )
-    lines = lag_lines(asdict(plain))
-    assert [" ".join(line.split()) for line in lines[2:]] == [
-        "",
-        "offset versions rows bytes seconds",
-        "all replicas 9 3 20 800 7.5",
-        "user 15 600",
-    ]
+    plain = replace(RANKED, release=None, policy_words="", replicas=[], tables=[TableLag("user", 15, 600)])
+    lines = [" ".join(line.split()) for line in lag_lines(asdict(plain))]
+    assert lines[2:] == ["lag 3 versions, 20 rows, 800 B, 7.5 s", "", ANY, "user 15 600 B"]
 
 
 @pytest.mark.parametrize("text", ["", "m", "20", "20 weeks", "xm"])

@@ -1,22 +1,23 @@
 """Lines of all consumers, as `lag` and `status` print them."""
 
+from dataclasses import asdict
 from typing import Any
 
 from deltasync.cli.lag import consumer_lines
+from deltasync.status.records import ConsumerStatus, Freshness, Lag
 
 
 def line(consumer: str, *wrong: str) -> dict[str, Any]:
-    amounts = dict.fromkeys(("versions", "rows", "bytes", "seconds", "replicas", "connected"), 0)
-    return {
-        "consumer": consumer,
-        "model": "clicks",
-        "state": "in sync",
-        "reason": "all hold the newest version",
-        "unsent_share": None,
-        "freshness": {"p50": None, "p99": None},
-        "wrong": [{"replica": each, "reason": "something else writes to it"} for each in wrong],
-        **amounts,
-    }
+    known = ConsumerStatus(
+        consumer=consumer,
+        model="clicks",
+        state="in sync",
+        reason="all hold the newest version",
+        lag=Lag(0, 0, 0, 0.0),
+        freshness=Freshness([], 0),
+    )
+    replicas = [{"replica": each, "reason": "something else writes to it"} for each in wrong]
+    return {**asdict(known), "replicas": replicas}
 
 
 def test_a_consumer_in_sync_has_its_wrong_replicas_named() -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -12,12 +13,20 @@ from tests.support.command import deltasync
 from deltasync.cli.lag import BEHIND
 from deltasync.client import Admin, Endpoint, ServiceUnavailable
 from deltasync.client.admin import EachProcess
+from deltasync.status.records import ConsumerStatus, Freshness, Lag
 
-LINE = {
-    "consumer": "predictors", "model": "clicks", "state": "in sync", "reason": "all hold it", "versions": 0,
-    "rows": 0, "bytes": 0, "seconds": 0.0, "unsent_share": None, "connected": 1, "replicas": 1,
-    "freshness": {"p50": None, "p99": None}, "wrong": [],
-}  # fmt: skip
+LINE = asdict(
+    ConsumerStatus(
+        consumer="predictors",
+        model="clicks",
+        state="in sync",
+        reason="all hold it",
+        lag=Lag(0, 0, 0, 0.0),
+        connected=1,
+        fleet=1,
+        freshness=Freshness([], 0),
+    )
+)
 
 
 class Processes:
@@ -110,8 +119,7 @@ def test_a_process_that_has_not_answered_is_named(
 
 def test_lists_of_all_processes_are_one_list(service: Processes) -> None:
     for number, model in enumerate(("c", "a", "b")):
-        service.answers[number]["/models"] = [{"model": model}]
-        service.answers[number]["/checkpoints"] = [{"model": model}]
+        service.answers[number]["/models"] = [{"model": model, "head": 1, "checkpoint": {"version": 1}}]
     found = json.loads(service.run("checkpoints", "--json")[1])
     assert [each["model"] for each in found] == ["a", "b", "c"]
 
@@ -122,7 +130,7 @@ def test_the_owner_of_a_consumer_is_shown_instead_of_a_process_that_only_knows_i
 ) -> None:
     for number in range(3):
         known = {**LINE, "head": 7} if number == owner else {**LINE, "head": None, "state": "waiting"}
-        service.answers[number]["/lag"] = [known, {**LINE, "consumer": f"of-{number}", "head": 1}]
+        service.answers[number]["/consumers"] = [known, {**LINE, "consumer": f"of-{number}", "head": 1}]
     found = json.loads(service.run("lag", "--json")[1])
     assert [(each["consumer"], each["head"]) for each in found] == [
         *((f"of-{number}", 1) for number in range(3)),
@@ -168,7 +176,7 @@ def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> No
     code, _, err = service.run(*script)
     assert (code, "there are no consumers" in err) == (BEHIND, True)
     assert service.run("lag")[0] == 0
-    service.answers[0]["/lag"] = [LINE]
+    service.answers[0]["/consumers"] = [LINE]
     assert service.run(*script)[0] == 0
     service.unowned = ["clicks"]
     code, _, err = service.run(*script)
@@ -179,7 +187,7 @@ def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> No
 
 
 def test_a_process_that_has_ended_is_not_asked(service: Processes) -> None:
-    service.answers = [{"/lag": [{**LINE, "consumer": str(number)}]} for number in range(3)]
+    service.answers = [{"/consumers": [{**LINE, "consumer": str(number)}]} for number in range(3)]
     service.ended = {1}
     code, out, err = service.run("lag", "--json", "--max-seconds", "5")
     assert (code, [each["consumer"] for each in json.loads(out)], err) == (0, ["0", "2"], "")

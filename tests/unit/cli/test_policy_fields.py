@@ -8,7 +8,7 @@ import click
 import pytest
 from tests.support.documents import document
 
-from deltasync.api.consumer_routes import BODY
+from deltasync.api.requests import ConsumerBody
 from deltasync.cli.consumers import create_consumer, policy_of, policy_options, update_consumer
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField, Seconds
 from deltasync.core.tables import TableSpec
@@ -85,7 +85,7 @@ def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_wor
 
 @each_field
 def test_a_body_over_http_is_described_by_the_declaration(field: PolicyField) -> None:
-    described = BODY["content"]["application/json"]["schema"]["properties"]["policy"]["properties"][field.name]
+    described = ConsumerBody.model_json_schema()["properties"]["policy"]["properties"][field.name]
     assert described["description"] == field.words
     assert described["default"] == Policy().as_dict()[field.name]
     types = {"array": list, "boolean": bool, "number": float, "integer": int}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.client import NumpyTarget, Publisher, PublisherOptions, Subscriber, SubscriberOptions
+from deltasync.client.causes import meaning
 from deltasync.client.connection import Connectivity, should_log
-from deltasync.client.http import meaning
 
 
 class Clock:

@@ -26,7 +26,8 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.model.feed import FeedStatus
 from deltasync.service.service import Service
-from deltasync.status.lag import Lag, fleet_state, measure
+from deltasync.status.lag import fleet_state, measure
+from deltasync.status.records import Lag
 
 ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
 NONE, SOME, ONE = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5), Lag(1, 1, 100, 1.5)

@@ -5,7 +5,7 @@ from typing import get_args
 
 from tests.support.documents import ROOT, document
 
-from deltasync.status.lag import State
+from deltasync.status.records import State
 
 PAGE = document("sync_service/docs/operating.md").text
 SCRIPTS = {path.name: path.read_text() for path in (ROOT / "sync_service/deltasync/api/page").glob("*.js")}

@@ -20,7 +20,7 @@ from deltasync.model.model_store import ModelStore
 from deltasync.service.models import Models
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import model_overviews, trainer_lines
+from deltasync.status.overview import model_statuses, rank_statuses
 from deltasync.status.readiness import checks, not_ready
 from deltasync.views.registry import ViewRegistry
 
@@ -73,12 +73,12 @@ async def test_a_model_that_something_else_feeds_is_released_checkpointed_and_sh
     assert (manifest.version, service.checkpoints.failures) == (2, 0)
     assert not [each.problems for each in await check(service) if each.problems]
     answers = Answers(sources(service))
-    lag = await answers.lag("plain")
+    lag = await answers.consumer("plain")
     assert (lag.head, lag.offset, lag.state) == (2, 0, "empty")
     assert b'deltasync_head_version{model="clicks"} 2.0' in await answers.metrics()
-    (line,) = model_overviews(service.models)
+    (line,) = model_statuses(service.models)
     assert (line.model, line.head, line.run, line.connected, line.tables) == ("clicks", 2, "", 0, 2)
-    assert trainer_lines(service.models.coordinators) == []
+    assert rank_statuses(service.models.coordinators) == []
     assert not_ready(checks(sources(service))) == ""
     assert service.limits.number("bytes_in_all") == model.tables.nbytes
     assert service.removals.pending_deletes() == []

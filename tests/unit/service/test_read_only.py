@@ -22,7 +22,7 @@ from deltasync.wire.row_messages import serialized
 async def ask(service: Service, consumer: str) -> str:
     answers = Answers(sources(service))
     await answers.metrics()
-    return (await answers.lag(consumer)).state
+    return (await answers.consumer(consumer)).state
 
 
 async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:

@@ -37,7 +37,7 @@ from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import consumer_overviews, model_overviews
+from deltasync.status.overview import consumer_statuses, model_statuses
 from deltasync.status.readiness import checks, not_ready
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
@@ -111,7 +111,7 @@ async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, hel
         await replica.aclose()
         for name in ("top", "new"):
             assert isinstance(service.consumers.feed(service.registry.get(name)), View)
-            assert await Answers(sources(service)).lag(name)
+            assert await Answers(sources(service)).consumer(name)
         await service.consumers.delete("new")
         assert await join(service, model="slow", continues=service.models["slow"].position)
         await service.drain()
@@ -132,7 +132,7 @@ async def refused(service: Service) -> None:
         join(service, model="slow"),
         service.removals.delete_rows("slow", "user", [1]),
         service.consumers.delete("top"),
-        Answers(sources(service)).lag("top"),
+        Answers(sources(service)).consumer("top"),
     ]
     for call in calls:
         with pytest.raises(ServiceUnavailable, match="model 'slow' is still recovering; try again"):
@@ -190,8 +190,8 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
         with pytest.raises(ServiceUnavailable) as refusal:
             service.models.model("slow")
         assert str(refusal.value) == "model 'slow' is still recovering; try again: away"
-        (top,) = consumer_overviews(service.models, service.registry, await Answers(sources(service)).lags())
-        (slow,) = (each for each in model_overviews(service.models) if each.model == "slow")
+        (top,) = consumer_statuses(service.models, service.registry, await Answers(sources(service)).consumers())
+        (slow,) = (each for each in model_statuses(service.models) if each.model == "slow")
         assert (top.state, top.reason) == ("failed", "model 'slow' is not available: still recovering: away")
         assert slow.trouble == "still recovering: away"
         away.clear()
@@ -408,15 +408,15 @@ async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_e
         trouble = rf"{path} on volume 'checkpoints': No space left on device .* make room on it"
         for where, said in (
             ("/readyz", "still recovering: slow; a volume refuses writes"),
-            ("/consumers/top/lag", "model 'slow' is still recovering; try again"),
+            ("/consumers/top", "model 'slow' is still recovering; try again"),
         ):
             status, answer = await service.ask(where)
             assert status == 503
             assert re.fullmatch(f"{said}: {trouble}", json.loads(answer)["message"])
-        lags = json.loads((await service.ask("/lag"))[1])
+        lags = json.loads((await service.ask("/consumers"))[1])
         shown = json.loads((await service.ask("/status"))[1])
         (top,) = (each for each in lags if each["consumer"] == "top")
-        assert (top["state"], top["model"], top["versions"], top["seconds"]) == ("failed", "slow", None, None)
+        assert (top["state"], top["model"], top["lag"]) == ("failed", "slow", None)
         assert re.fullmatch(f"model 'slow' is not available: still recovering: {trouble}", top["reason"])
         assert shown["consumers"] == lags
         (slow,) = (each for each in shown["models"] if each["model"] == "slow")

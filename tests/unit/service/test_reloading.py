@@ -27,7 +27,7 @@ from deltasync.model.model_store import note_removal
 from deltasync.service import operators
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import consumer_overviews, model_overviews
+from deltasync.status.overview import consumer_statuses, model_statuses
 from deltasync.status.readiness import checks, not_ready
 
 ROWS = random_rows(1)  # Those of `publish`.
@@ -154,10 +154,14 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
             await asyncio.sleep(0)
         reason = "in row 3; the reload failed and will be retried: the checkpoint is on a broken disk"
         assert reason in not_ready(checks(sources(service)))
-        assert reason in model_overviews(service.models)[0].trouble
-        (consumer,) = consumer_overviews(service.models, service.registry, [])
+        assert reason in model_statuses(service.models)[0].trouble
+        (consumer,) = consumer_statuses(service.models, service.registry, [])
         assert (consumer.state, reason in consumer.reason) == ("failed", True)
-        for asked in (answers.lag("plain"), service.publishing.open("clicks"), service.consumers.delete("plain")):
+        for asked in (
+            answers.consumer("plain"),
+            service.publishing.open("clicks"),
+            service.consumers.delete("plain"),
+        ):
             with pytest.raises(ServiceUnavailable, match="in row 3; the reload failed"):
                 await asked
         assert b'deltasync_model_failed{model="clicks"} 1' in await answers.metrics()
@@ -165,7 +169,7 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
             await change(service, session, 2, [7])
         error = PlaceFailed("the checkpoints are away")
         while "will be retried: the checkpoint is on a broken disk; the checkpoints are away" not in (
-            model_overviews(service.models)[0].trouble
+            model_statuses(service.models)[0].trouble
         ):
             await asyncio.sleep(0.001)
         assert "; the checkpoints are away" in not_ready(checks(sources(service)))

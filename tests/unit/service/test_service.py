@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr, operator"
 """Races and failures inside the service, without sockets: what must hold whichever comes first."""
 
 import asyncio

@@ -100,8 +100,8 @@ def test_nothing_else_waits_for_silent_storage(tmp_path: Path, storage: Controll
                 for step in (3, 4):
                     await cut(session, step)
                 await until(lambda: view_of(service, "ranked").position.number > before.number)
-                assert (await answers.lag("ranked")).state
-                assert len(await answers.lags()) == 2
+                assert (await answers.consumer("ranked")).state
+                assert len(await answers.consumers()) == 2
                 assert b"deltasync_model_kept_versions" in await answers.metrics()
                 assert (await sampler.look()).kept
                 assert [each.name for each, _ in await service.versions.kept(MODEL)] == ["one", "two"]
@@ -131,7 +131,7 @@ def test_nothing_else_waits_for_a_log_that_takes_no_writes(tmp_path: Path) -> No
             await until(lambda: log_of(service).queue.bytes > before)
             answers = Answers(sources(service))
             for _ in range(20):
-                assert len(await answers.lags()) == MANY
+                assert len(await answers.consumers()) == MANY
             assert b"deltasync_head_version" in await answers.metrics()
         await until(lambda: all(view_of(service, each).position.number for each in names))
 
@@ -284,7 +284,7 @@ def test_what_storage_alters_is_no_copy(tmp_path: Path, altering: ControlledStor
         answers = Answers(sources(service))
         assert b'deltasync_checkpoint_copied_version{model="clicks"} 0.0' in await answers.metrics()
         await service.consumers.create("fleet", MODEL, Policy())
-        assert "no copy is complete there" in (await answers.lag("fleet")).reason
+        assert "no copy is complete there" in (await answers.consumer("fleet")).reason
         assert service.models[MODEL].checkpoints.copied_version == 0
         altering.alter = lambda content: content
         assert (await service.checkpoints.make(MODEL)).version == 3

@@ -41,7 +41,7 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
         view = view_of(service, "top")
         while not view.trouble:
             await asyncio.sleep(0.001)
-        lag = await Answers(sources(service)).lag("top")
+        lag = await Answers(sources(service)).consumer("top")
         assert "no room for table" in lag.reason
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         await session.coordinator.settled()
@@ -57,7 +57,7 @@ async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(se
     await service.consumers.create("early", "clicks", Policy())
     file = service.options.data_dir / "log" / "data.mdb"
     service.volumes.note(refused("the log could not be written", file, OSError(28, "No space left on device")))
-    lag = await Answers(sources(service)).lag("early")
+    lag = await Answers(sources(service)).consumer("early")
     assert lag.state == "empty"
     assert "on volume 'log': No space left on device" in lag.reason
     await service.volumes.look_after()
@@ -91,7 +91,7 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
     assert release.head
     assert release.head.number == 1
     service.registry.acknowledge(consumer, replica, Position(model.history, 1))
-    assert (await Answers(sources(service)).lag("all")).head == 1
+    assert (await Answers(sources(service)).consumer("all")).head == 1
     assert b"deltasync_log_commit_seconds_count" in await Answers(sources(service)).metrics()
     assert not sealing.done()
     go.set()
@@ -133,7 +133,7 @@ async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_tol
     assert (process.ready, [each.state for each in overview.consumers]) == (False, ["failed", "failed"])
     assert b'deltasync_volume_failed{volume="log"} 1.0' in await answers.metrics()
     for name in ("all", "top"):
-        lag = await answers.lag(name)
+        lag = await answers.consumer(name)
         assert (lag.state, "look for errors of the device" in lag.reason) == ("failed", True)
     heads.refused, heads.opened = False, True
     await service.volumes.look_after()

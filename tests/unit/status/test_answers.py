@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr, operator"
 """Who asks how far replicas are behind holds up nobody, and is held up by nobody."""
 
 import asyncio
@@ -7,13 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi.routing import APIRoute
 from tests.support.local_service import publish, send, sources
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
-from deltasync.api.process import routes_of
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.cuts.session import PublishSession
@@ -66,10 +64,10 @@ async def test_answers_wait_for_no_cut(service: Service) -> None:
         sending = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
         while session.sealed.number < 2:  # Sealed, and not applied yet.
             await asyncio.sleep(0)
-        lag = await answers.lag("c0")
+        lag = await answers.consumer("c0")
         assert (lag.head, lag.lag.versions, lag.lag.rows) == (2, 1, 0)
         assert b'deltasync_consumer_lag_versions{consumer="c0"} 1.0' in await answers.metrics()
-        assert (await answers.lag("c1")).head == 2
+        assert (await answers.consumer("c1")).head == 2
     await sending
 
 
@@ -94,23 +92,10 @@ async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeyp
         (module, "report"),
     ):
         monkeypatch.setattr(where, name, noting_threads(getattr(where, name), threads))
-    await asyncio.gather(answers.metrics(), *(answers.lag(f"c{number}") for number in range(CONSUMERS)))
+    await asyncio.gather(answers.metrics(), *(answers.consumer(f"c{number}") for number in range(CONSUMERS)))
     assert threads
     assert threading.current_thread() not in threads
     assert not any(thread.name.startswith("model") for thread in threads)
-
-
-@in_service()
-async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = await published(service, EVERYTHING)
-    routes = consumer_routes(routes_of(service)).routes
-    (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
-    async with HeldThread(model):
-        with monkeypatch.context() as patch:
-            patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")), raising=False)
-            patch.setattr(Model, "status", lambda *_: pytest.fail("the model is asked"))
-            lines: list[ConsumerLine] = await route.endpoint()
-    assert [line.connected for line in lines] == [1] * CONSUMERS
 
 
 class HeldExposition:
@@ -141,7 +126,7 @@ async def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
     tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
     await held.begun.acquire()
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-    assert (await answers.lag("c0")).head == 2  # Does not wait for them.
+    assert (await answers.consumer("c0")).head == 2  # Does not wait for them.
     tasks[0].cancel()  # One who has gone away takes nothing from the others.
     held.let_go()
     texts = await asyncio.gather(*tasks[1:])

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import get_args
 
+from prometheus_client import Metric
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Owner
@@ -18,9 +19,9 @@ from deltasync.cluster.owners import Alone
 from deltasync.log.brokers import BrokerVolume
 from deltasync.log.volume import Volume
 from deltasync.service.service import Service
-from deltasync.status.lag import ReplicaState, State
-from deltasync.status.metrics import volume_metrics
-from deltasync.status.overview import consumer_overviews, model_overviews, unowned_models
+from deltasync.status.metrics import Figures, families
+from deltasync.status.overview import consumer_statuses, model_statuses, unowned_models
+from deltasync.status.records import ReplicaState, State
 
 
 class Owning(Alone):
@@ -40,7 +41,7 @@ class Owning(Alone):
 @in_service()
 async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_wait(service: Service) -> None:
     service.join(Owning(Member("a", "", "")))
-    lines = consumer_overviews(service.models, service.registry, [])
+    lines = consumer_statuses(service.models, service.registry, [])
     assert [(each.consumer, each.model, each.state, each.head) for each in lines] == [
         ("coming-1", "coming", "waiting", None),
         ("coming-2", "coming", "waiting", None),
@@ -52,19 +53,23 @@ async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_w
 async def test_a_model_that_nobody_has_is_named_by_every_process(service: Service) -> None:
     service.join(Owning(Member("a", "", "")))
     assert unowned_models(service.models) == ["lost"]
-    (line,) = model_overviews(service.models)
+    (line,) = model_statuses(service.models)
     assert (line.model, line.head) == ("lost", None)
     assert line.trouble == "no live process owns this model"
 
 
 def test_brokers_are_not_full_because_they_do_not_say_what_is_left(tmp_path: Path) -> None:
     brokers = BrokerVolume("b0:4222")
-    free, failed = volume_metrics([brokers, Volume("models", tmp_path)])
+    free, failed = volumes_of(brokers, Volume("models", tmp_path))
     assert [(each.labels["volume"], each.value > 0) for each in free.samples] == [("models", True)]
     assert [(each.labels["volume"], each.value) for each in failed.samples] == [("log", 0), ("models", 0)]
     brokers.troubles["clicks"] = "they do not answer"
-    _, failed = volume_metrics([brokers])
+    _, failed = volumes_of(brokers)
     assert [each.value for each in failed.samples] == [1]
+
+
+def volumes_of(*volumes: Volume) -> list[Metric]:
+    return [each for each in families(Figures(volumes=volumes), 0) if "volume" in each.name]
 
 
 STATES = set(get_args(State))

@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.status.lag import Lag, ReplicaLag, RewindLag, needs_somebody, replica_reason, replica_state
+from deltasync.status.lag import replica_reason, replica_state
+from deltasync.status.records import Lag, ReplicaStatus, RewindLag
 
 LACKING = Lag(3, 20, 800, 7.5)
-GOOD = ReplicaLag(
-    "p0",
+GOOD = ReplicaStatus(
+    replica="p0",
+    state="connected",
+    since_seconds=0.0,
     connected=True,
     offset=9,
     lag=Lag(0, 20, 800, 7.5),
@@ -117,7 +120,7 @@ def test_its_state_is_the_worst_of_what_is_wrong(changed: dict[str, Any], state:
 def test_of_one_that_somebody_should_know_of_there_is_a_reason(changed: dict[str, Any]) -> None:
     line = replace(GOOD, **changed)
     line = replace(line, state=replica_state(line), reason=replica_reason(line))
-    if needs_somebody(line):
+    if line.needs_attention:
         assert line.reason
     elif line.guest:
         assert not line.reason

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="union-attr, operator"
 """Views: what goes wrong, and what must hold all the same."""
 
 import asyncio
@@ -14,7 +15,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, report
+from deltasync.status.lag import report
+from deltasync.status.records import ConsumerStatus
 from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
@@ -57,7 +59,7 @@ async def test_the_backlog_of_a_table_goes_with_the_table(local: LocalModel) -> 
     assert not is_due(view, narrow)
 
 
-async def lag_at(view: View, release: int) -> ConsumerLag:
+async def lag_at(view: View, release: int) -> ConsumerStatus:
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event(), checked=True)
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})

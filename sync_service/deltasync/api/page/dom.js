@@ -1,6 +1,7 @@
 // Makes elements and updates them in place, which keeps focus and scroll positions.
 
-import { UNKNOWN } from "./text.js";
+import { COLUMNS } from "./columns.js";
+import { shown, UNKNOWN } from "./text.js";
 
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -23,6 +24,15 @@ export function say(element, text, className = "") {
 // Explains a missing number.
 export function hint(element, text) {
   if (element.title !== text) element.title = text;
+}
+
+// The columns of a record's table, of which `own` has other cells by the names of their fields.
+export function columnsOf(record, own = {}) {
+  return COLUMNS[record].map(({ names, title, unit, number }) => {
+    const value = (line) => names.reduce((inner, name) => inner?.[name] ?? null, line);
+    const cell = own[names.at(-1)] ?? ((line) => shown(value(line), unit));
+    return { title, number: number || unit !== "", words: ["reason", "trouble", "refused"].includes(names.at(-1)), cell };
+  });
 }
 
 let tables = 0;

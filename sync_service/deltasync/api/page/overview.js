@@ -1,9 +1,9 @@
 // The overview: sync, staleness, throughput, and problems first.
 
-import { Filter, hint, make, say, Table } from "./dom.js";
+import { columnsOf, Filter, hint, make, say, Table } from "./dom.js";
 import { Distribution, fillBar, inAll, legend, LineChart, mostly, total } from "./draw.js";
 import { by } from "./processes.js";
-import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, UNKNOWN, urgency, version, worst } from "./text.js";
+import { bytes, clock, count, counted, HOLDING, mood, seconds, UNKNOWN, urgency, version, worst } from "./text.js";
 
 const POINTS = 300;
 const SHOWN = 250;
@@ -55,9 +55,9 @@ class Flow {
     const of = (state) => status.consumers.filter((each) => each.state === state);
     const more = known(status) ? "" : ", others unknown";
     fill(consumers, `${status.consumers.length} in total${more}`, states.map((state) => [`${of(state).length} ${state}`, worst(of(state).map(moodOf))]));
-    const wrong = status.consumers.flatMap((each) => each.wrong.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
+    const wrong = status.consumers.flatMap((each) => each.replicas.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
     const left = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
-    fill(replicas, `${sumOf(status.consumers, "connected")} of ${sumOf(status.consumers, "replicas")} connected${more}`, [...wrong.slice(0, WRONG_SHOWN), ...left]);
+    fill(replicas, `${sumOf(status.consumers, "connected")} of ${sumOf(status.consumers, "fleet")} connected${more}`, [...wrong.slice(0, WRONG_SHOWN), ...left]);
   }
 }
 
@@ -136,19 +136,19 @@ function inSync(status) {
 }
 
 function moodOf(consumer) {
-  return mood(consumer.state, consumer.wrong.length > 0);
+  return mood(consumer.state, consumer.replicas.length > 0);
 }
 
 function wrongReplicas({ consumers }) {
-  return consumers.reduce((all, each) => all + each.wrong.length, 0);
+  return consumers.reduce((all, each) => all + each.replicas.length, 0);
 }
 
 // The last cuts, and the older versions that are kept, newest first.
-function cutsAndKept({ cuts, kept }) {
+function cutsAndKept({ cuts, kept, unix_ms }) {
   const key = (line) => `${line.model}/${line.version}`;
   const lines = new Map(cuts.map((each) => [key(each), { ...each, kept: [] }]));
   for (const each of kept) {
-    if (!lines.has(key(each))) lines.set(key(each), { ...each, rows: null, bytes: null, seconds: null, kept: [] });
+    if (!lines.has(key(each))) lines.set(key(each), { ...each, seconds_ago: Math.max(0, unix_ms / 1000 - each.sealed_unix_ns / 1e9), rows: null, bytes: null, seconds: null, kept: [] });
     lines.get(key(each)).kept.push(each);
   }
   return [...lines.values()].sort(by("seconds_ago"));
@@ -164,17 +164,11 @@ export function overviewView() {
   const filter = new Filter("Consumer", SHOWN, () => latest && fillConsumers(latest));
   let latest = null;
   let longest = 1;
-  const consumers = new Table("Consumers, most urgent first", [
-    { title: "consumer", cell: (line) => ({ text: line.consumer, href: consumerLink(line.consumer) }) },
-    { title: "state", cell: (line) => ({ text: line.state, className: moodOf(line) }) },
-    { title: "why", words: true, cell: (line) => line.reason },
-    { title: "versions behind", number: true, cell: (line) => count(line.versions) },
-    { title: "time behind", number: true, cell: (line) => seconds(line.seconds) },
-    { title: "unsent", number: true, cell: (line) => percent(line.unsent_share) },
-    { title: "replicas", number: true, cell: (line) => (line.head === null ? UNKNOWN : `${line.connected}/${line.replicas}`) },
-    { title: "fresh, p50", number: true, cell: (line) => seconds(line.freshness.p50) },
-    { title: "fresh, p99", number: true, cell: (line) => seconds(line.freshness.p99) },
-  ], (line) => line.consumer);
+  const consumers = new Table("Consumers, most urgent first", columnsOf("ConsumerStatus", {
+    consumer: (line) => ({ text: line.consumer, href: consumerLink(line.consumer) }),
+    state: (line) => ({ text: line.state, className: moodOf(line) }),
+  }), (line) => line.consumer);
+  const models = new Table("Models", columnsOf("ModelStatus"), (line) => line.model);
   const cuts = new Table("Cuts and kept versions", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
     { title: "kept as", words: true, cell: (line) => line.kept.map(keptAs).join("; ") },
@@ -194,7 +188,7 @@ export function overviewView() {
   const charts = { rows: new LineChart("Rows sent per second since this page was opened", count), bytes: new LineChart("Bytes sent per second", bytes), fresh: new Distribution("Freshness of deliveries") };
 
   function fillConsumers(status) {
-    const sorted = [...status.consumers].sort((one, other) => urgency(one.state, one.wrong.length > 0) - urgency(other.state, other.wrong.length > 0) || one.consumer.localeCompare(other.consumer));
+    const sorted = [...status.consumers].sort((one, other) => urgency(one.state, one.replicas.length > 0) - urgency(other.state, other.replicas.length > 0) || one.consumer.localeCompare(other.consumer));
     consumers.fill(filter.of(sorted, (line) => `${line.consumer} ${line.model} ${line.state} ${line.reason}`));
   }
 
@@ -203,13 +197,13 @@ export function overviewView() {
     say(cards.sync.value, answer, className);
     const least = known(status) ? "" : "at least ";
     const unproven = status.consumers.filter((each) => each.state === "delivered").length;
-    const replicas = counted(sumOf(status.consumers, "replicas"), "replica");
+    const replicas = counted(sumOf(status.consumers, "fleet"), "replica");
     const wrong = wrongReplicas(status);
     const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} not verified`, wrong ? `${wrong} of ${replicas} to look at` : replicas];
     say(cards.sync.more, `${least}${notes.filter(Boolean).join(", ")}`, wrong ? "bad" : "soft");
     // A consumer of an empty model cannot be behind.
-    const followed = status.consumers.filter((each) => each.state !== "empty" && each.seconds !== null);
-    say(cards.stale.value, followed.length ? `${least}${seconds(Math.max(...followed.map((each) => each.seconds)))}` : "unknown");
+    const followed = status.consumers.filter((each) => each.state !== "empty" && each.lag);
+    say(cards.stale.value, followed.length ? `${least}${seconds(Math.max(...followed.map((each) => each.lag.seconds)))}` : "unknown");
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
     say(cards.stale.more, p99 < 0 ? "freshness not measured yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
     const { rows, bytes: sent, published } = status.rates;
@@ -228,6 +222,7 @@ export function overviewView() {
     flow.show(status);
     fillConsumers(status);
     longest = Math.max(1e-9, ...status.cuts.map((each) => total(each.seconds)));
+    models.fill(status.models);
     cuts.fill(cutsAndKept(status));
     events.fill([...status.events].reverse());
     charts.rows.draw(throughput.times, throughput.rows);
@@ -241,6 +236,7 @@ export function overviewView() {
     make("ul", { class: "cards" }, ...Object.values(cards).map((each) => each.element)),
     make("h2", {}, "From trainers to replicas"), flow.element,
     consumers.heading, filter.element, consumers.element,
+    models.heading, models.element,
     cuts.heading, legend(), cuts.element,
     make("h2", {}, "Throughput and freshness"), make("div", { class: "charts" }, charts.rows.element, charts.bytes.element, charts.fresh.element),
     events.heading, events.element,

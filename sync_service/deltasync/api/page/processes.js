@@ -87,7 +87,7 @@ function together(all) {
     trainers: lines("trainers").sort(by("model", "rank")),
     consumers: known(lines("consumers"), "consumer"),
     cuts: lines("cuts").sort(by("seconds_ago")).slice(0, CUTS),
-    kept: lines("kept").sort(by("seconds_ago")),
+    kept: lines("kept"),
     events: lines("events").sort(by("unix_ns")).slice(-EVENTS),
   };
 }

@@ -1,9 +1,9 @@
 // All tables, and one table with the lag of its consumers.
 
-import { Filter, make, Table } from "./dom.js";
+import { columnsOf, Filter, make, Table } from "./dom.js";
 import { by } from "./processes.js";
 import { getLists } from "./stream.js";
-import { bytes, count, mood, norm, oldestRow, percent, version } from "./text.js";
+import { bytes, count, mood, version } from "./text.js";
 
 const SHOWN = 200;
 // The list of tables hardly ever changes.
@@ -13,16 +13,9 @@ export function tablesView() {
   let latest = [];
   let askedMs = -Infinity;
   const filter = new Filter("Table", SHOWN, () => fill());
-  const table = new Table("Tables", [
-    { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },
-    { title: "model", cell: (line) => line.model },
-    { title: "kind", cell: (line) => line.kind },
-    { title: "rows", number: true, cell: (line) => count(line.rows) },
-    { title: "dim", number: true, cell: (line) => count(line.dim) },
-    { title: "type", cell: (line) => line.dtype },
-    { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
-    { title: "trouble", words: true, cell: (line) => line.refused || (line.ranks_differ ? "the trainer's ranks have different rows" : "") },
-  ], (line) => `${line.model}/${line.table}`);
+  const table = new Table("Tables", columnsOf("TableStatus", {
+    table: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }),
+  }), (line) => `${line.model}/${line.table}`);
 
   function fill() {
     table.fill(filter.of(latest, (line) => `${line.table} ${line.model}`));
@@ -40,22 +33,19 @@ export function tablesView() {
 
 export function tableView(name) {
   const about = make("div");
+  const lag = columnsOf("TableLag").slice(1).map(({ cell, ...rest }) => ({ ...rest, cell: (line) => cell(line.lag) }));
   const table = new Table("Consumers", [
     { title: "consumer", cell: (line) => ({ text: line.consumer, href: `#/consumers/${encodeURIComponent(line.consumer)}` }) },
     { title: "model", cell: (line) => line.model },
     { title: "state", cell: (line) => ({ text: line.state, className: mood(line.state) }) },
-    { title: "rows behind", number: true, cell: (line) => count(line.lag.rows) },
-    { title: "bytes", number: true, cell: (line) => bytes(line.lag.bytes) },
-    { title: "oldest row", number: true, cell: (line) => oldestRow(line.lag) },
-    { title: "unsent norm", number: true, cell: (line) => norm(line.lag.unsent_norm) },
-    { title: "unsent", number: true, cell: (line) => percent(line.lag.unsent_share) },
+    ...lag,
   ], (line) => `${line.model}/${line.consumer}`);
 
   async function show(status) {
     const details = await getLists(status.addresses, `/tables/${encodeURIComponent(name)}`);
-    const texts = details.map(({ table: each }) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, ${version(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
+    const texts = details.map((each) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, ${version(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
     about.replaceChildren(...texts.map((text) => make("p", {}, text)));
-    table.fill(details.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.table.model }))));
+    table.fill(details.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.model }))));
   }
 
   return { title: `Table ${name}`, elements: [make("h2", {}, `Table ${name}`), about, table.heading, table.element], show };

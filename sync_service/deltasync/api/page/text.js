@@ -38,9 +38,15 @@ export function norm(number) {
   return number === null ? UNKNOWN : number.toPrecision(3);
 }
 
-// How long the oldest unsent row has waited. Without releases this is unknown, although the service reports 0.
-export function oldestRow({ rows, oldest_row_seconds, unsent_norm }) {
-  return rows && unsent_norm === null ? UNKNOWN : seconds(oldest_row_seconds);
+// A value in a table, by its unit.
+export function shown(value, unit) {
+  if (value === null) return UNKNOWN;
+  if (unit === "bytes") return bytes(value);
+  if (unit === "seconds") return seconds(value);
+  if (unit === "share") return percent(value);
+  if (typeof value === "boolean") return value ? "yes" : "";
+  if (typeof value === "number") return Number.isInteger(value) ? count(value) : norm(value);
+  return Array.isArray(value) ? value.join(", ") : value;
 }
 
 // The newest version of a model; 0 means that nothing has been published.

@@ -29,19 +29,19 @@ def test_they_publish_what_came_after_it(service: ServiceProcess, tmp_path: Path
         everything = sum(map(len, target.tables.values()))
         assert published_rows(service) > everything > 10_000
         for ranks in (1, 2):
-            before, head = published_rows(service), service.get_json("/consumers/predictors/lag")["head"]
+            before, head = published_rows(service), service.get_json("/consumers/predictors")["head"]
             with pytest.raises(AssertionError):
                 run_ranks(
                     KILLED, str(18 + 2 * ranks), str(saved), service.http, *options(service, 30), ranks=ranks
                 )
-            assert service.get_json("/consumers/predictors/lag")["head"] > head
+            assert service.get_json("/consumers/predictors")["head"] > head
             assert 0 < published_rows(service) - before < everything / 2
             assert 1 <= len(checkpoints_in(saved)) <= 3, "the oldest is removed once the newest is there"
         results = tmp_path / "results"
         results.mkdir()
         last = ["-m", "deltasync.trainer.example.train", *options(service, 30), "--checkpoint", str(saved)]
         run_ranks(*last, "--results", str(results), ranks=2)
-        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+        replica.wait_for(service.get_json("/consumers/predictors")["head"], 30)
         assert unequal_rows(trainer_tables(results, 2), target.tables) == {}
         kept = sorted(each.name for each in saved.iterdir())
         assert (len(kept), kept[-1]) == (2, "step-000000000030"), "no step is left out, and nothing is left over"

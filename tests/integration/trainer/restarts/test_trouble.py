@@ -181,7 +181,7 @@ def test_a_step_raises_it_if_asked_to(running: RunningService, options: dict[str
     with pytest.raises(InvalidInput, match=r"'1.running_mean' is \[4\] of torch.float32 now, and was \[5\]"):
         trainer.step()
     trainer.sync.abort()
-    assert running.get_json("/consumers/predictors/lag")["head"] == 1
+    assert running.get_json("/consumers/predictors")["head"] == 1
 
 
 def test_of_two_trainers_of_a_model_the_later_one_publishes(running: RunningService, trainer: Trainer) -> None:

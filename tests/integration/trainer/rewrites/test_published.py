@@ -31,7 +31,7 @@ def test_replicas_that_are_averaged(
     target, script = NumpyTarget(), Path(__file__).with_name("published_ranks.py")
     with subscriber(service, target) as replica:
         run_ranks(str(script), service.grpc, str(tmp_path), ranks=4)
-        replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
+        replica.wait_for(service.get_json("/consumers/predictors")["head"], 30)
     # TorchRec has ranks 0 and 2 train one, and ranks 1 and 3 the other.
     first, other = held_by(tmp_path, 0, 2), held_by(tmp_path, 1, 3)
     tables = target.tables

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltasync.api.operation_routes import process_lines
 from deltasync.base.errors import Owner
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Alone
+from deltasync.status.overview import process_statuses
 
 ME, OTHER = Member("a", "a:1", "http://a"), Member("b", "b:1", "http://b")
 
@@ -38,6 +38,6 @@ class Expiring(Alone):
 
 @pytest.mark.parametrize("look", range(4))
 def test_every_process_and_every_model_is_listed_once_while_a_lease_expires(look: int) -> None:
-    lines = process_lines(Expiring(look), [])
+    lines = process_statuses(Expiring(look), [])
     assert [line.process for line in lines] == ["a", "b"]
     assert [model for line in lines for model in (*line.models, *line.unowned)] == ["clicks"]
