@@ -341,7 +341,8 @@ def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as
     """List the replicas of each CONSUMER, or of all consumers."""
 
     def shown(processes: EachProcess) -> list[str]:
-        names = consumers or [each["consumer"] for each in processes.lines("/consumers", "consumer")]
+        every = () if consumers else owners_lines(processes.answers("/consumers"), "consumer")
+        names = consumers or [each["consumer"] for each in every]
         lags = [fetch_lag(service, name) for name in names]
         lines = [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
         if as_json:

@@ -222,7 +222,7 @@ class Admin:
 
     def consumers(self) -> list[dict[str, Any]]:
         """All consumers of all processes, sorted by name."""
-        return self._lines("/consumers", "consumer")
+        return owners_lines(self._of_each("GET", "/consumers"), "consumer")
 
     def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> dict[str, Any]:
         """Delete rows from the trainer, the service and all replicas.

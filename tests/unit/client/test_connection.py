@@ -84,7 +84,7 @@ def test_what_is_new_is_said_no_later(silent: float, new_error: bool, new_outage
     assert should_log(silent, new_error=True, new_outage=new_outage).yes >= said
 
 
-ENDED = "Remote end closed connection without response"
+ENDED = "Server disconnected without sending a response"
 CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
 
 
