@@ -61,6 +61,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/openapi.json"): _ANYONE,
     ("GET", "/consumers"): _READ,
     ("GET", "/consumers/{name}"): _READ,
+    ("GET", "/consumers/{name}/lag"): _READ,
     ("GET", "/consumers/{name}/lag/history"): _READ,
     ("GET", "/consumers/{name}/history"): _READ,
     ("GET", "/status"): _READ,

@@ -45,6 +45,7 @@ def consumer_routes(on: Collaborators, sampler: Sampler) -> APIRouter:
         return await answers.listed()
 
     @routes.get("/{name}")
+    @routes.get("/{name}/lag")  # What operators ask for.
     async def consumer(name: str) -> ConsumerStatus:
         """A consumer: its state and the reason for it, and its lag, also of each replica and each table."""
         return await answers.consumer(name)

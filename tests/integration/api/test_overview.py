@@ -81,6 +81,12 @@ def test_a_version_that_no_replica_has_yet_has_no_release(service: RunningServic
     assert (status, json.loads(body)["error"]) == (400, "InvalidInput")
 
 
+def test_the_lag_of_a_consumer_is_its_status(service: RunningService) -> None:
+    status, lag = (service.get_json(f"/consumers/predictors{path}") for path in ("", "/lag"))
+    assert lag.keys() == status.keys()
+    assert {"state", "reason", "lag"} <= lag.keys()
+
+
 def test_everything_is_on_one_screen(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
