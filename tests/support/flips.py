@@ -108,7 +108,7 @@ async def _given(folder: Path) -> dict[str, Any]:
         consumers = {
             name: [
                 each.model,
-                each.policy.words,
+                each.policy.description,
                 *(f"{name} {line.applied}" for name, line in each.replicas.items()),
             ]
             for name, each in service.registry.consumers.items()

@@ -160,7 +160,13 @@ def settings() -> str:
 def policy() -> str:
     """The page of the fields of a policy."""
     rows = [
-        (f"`{each.name}`", f"`{', '.join(each.flags)}`", each.kind.expected, _value(each.default), each.words)
+        (
+            f"`{each.name}`",
+            f"`{', '.join(each.flags)}`",
+            each.kind.expected,
+            _value(each.default),
+            each.description,
+        )
         for each in FIELDS
     ]
     return "# Policy fields\n\n" + _table(("field", "flag", "takes", "default", "meaning"), rows)

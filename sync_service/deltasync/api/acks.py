@@ -290,7 +290,7 @@ class DeliveryTimes:
             durations.note_freshness(max(0, time.time_ns() - ended) / 1e9)
 
 
-class ReadingAgain:
+class RepeatedRead:
     """The verification of a replica on one stream."""
 
     def __init__(self, verification: ReplicaVerification) -> None:
@@ -409,7 +409,7 @@ class Acks:
         self._credit = credit
         self._emit = emit
         self.under_way = SentReleases(replica)
-        self.reading_again = ReadingAgain(replica.verification)
+        self.repeated_read = RepeatedRead(replica.verification)
         self.times = DeliveryTimes(consumer, guest=replica.guest)
         self.feed: Feed | None = None
         self.forms: list[TableForm] = []
@@ -441,7 +441,7 @@ class Acks:
         self.token = ack.token or self.token
         check_ack(ack, self.forms)
         if ack.read_again:
-            self.reading_again.take(ack, self.forms)
+            self.repeated_read.take(ack, self.forms)
         if not ack.HasField("applied"):
             return
         applied = position_from_message(ack.applied)

@@ -17,7 +17,7 @@ from deltasync.api.requests import (
 )
 from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.consumers.follow import Distance
+from deltasync.consumers.follow import RolloutDelay
 from deltasync.consumers.serving_history import HistoryPage
 from deltasync.status.answers import LagHistory, Sampler
 from deltasync.status.records import ConsumerStatus
@@ -85,20 +85,20 @@ def consumer_routes(on: Collaborators, sampler: Sampler) -> APIRouter:
     @routes.put("/{name}/pause")
     async def pause(name: str, body: PauseBody | None = None) -> ConsumerStatus:
         """Pause a consumer: its replicas get no new rows. Needs role admin."""
-        await on.brake.pull(name, body.reason if body else "", author())
+        await on.pauses.pause(name, body.reason if body else "", author())
         return await answers.changed(name)
 
     @routes.delete("/{name}/pause")
     async def resume(name: str) -> ConsumerStatus:
         """Resume a paused consumer. Its replicas get the current rows. Needs role admin."""
-        await on.brake.release(name, author())
+        await on.pauses.resume(name, author())
         return await answers.changed(name)
 
     @routes.put("/{name}/version")
     async def follow(name: str, body: FollowBody) -> ConsumerStatus:
         """Let a consumer follow a kept version, "live", or another consumer at a distance. Needs role admin."""
         if body.after is not None:
-            distance = Distance(body.after, body.behind_seconds, body.on_objection)
+            distance = RolloutDelay(body.after, body.behind_seconds, body.on_objection)
             await following.follow_consumer(name, distance, body.version, author())
         elif body.version:
             await following.follow(name, body.version, author())

@@ -20,7 +20,7 @@ from deltasync.service.fsck import Checked, check_service
 from deltasync.service.hosting import drain_process
 from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
-from deltasync.service.operators import Brake, Removals, verify_replica
+from deltasync.service.operators import ConsumerPauses, Removals, verify_replica
 from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
 
@@ -38,7 +38,7 @@ class Collaborators:
     histories: Histories
     following: Following
     removals: Removals
-    brake: Brake
+    pauses: ConsumerPauses
     data_dir: Path
     events: Events
     recent_events: RecentEvents

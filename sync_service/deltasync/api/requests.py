@@ -104,7 +104,7 @@ def _schema(policy_field: PolicyField) -> dict[str, Any]:
     schema = policy_field.kind.schema
     if policy_field.default is None:
         schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
-    return {**schema, "description": policy_field.words, "default": Policy().as_dict()[policy_field.name]}
+    return {**schema, "description": policy_field.description, "default": Policy().as_dict()[policy_field.name]}
 
 
 def _policy(value: Any) -> Policy:

@@ -291,7 +291,7 @@ class ReplicaStream:
                 source = self._consumers.feed(self._consumer)
                 await self._wait(source.changed() if source else self._models.added.changed())
         self._feed = self._acks.feed = feed
-        under_way, reading_again = self._acks.under_way, self._acks.reading_again
+        under_way, repeated_read = self._acks.under_way, self._acks.repeated_read
         yield self._opened()
         while True:
             self._check_fed()
@@ -300,8 +300,8 @@ class ReplicaStream:
                 # The replica still reports readiness by the old limit.
                 text = f"consumer {self._consumer.name!r} has a new readiness limit; reconnect"
                 raise Superseded(text)
-            if self._asked and (number := reading_again.due):
-                reading_again.ask(number, self._feed.version_of(self._acks.sent.number), under_way.checksums)
+            if self._asked and (number := repeated_read.due):
+                repeated_read.ask(number, self._feed.version_of(self._acks.sent.number), under_way.checksums)
                 yield self._no_news(number)
                 continue
             if self._blocked:
@@ -313,7 +313,7 @@ class ReplicaStream:
             if self._feed.position == self._acks.sent and not whole and self._asked:
                 asked = self._replica.verification.signal.changed()
                 await self._wait(self._feed.changed(), self._acks.damaged.changed(), asked)
-                if self._feed.position == self._acks.sent and not (under_way.damaged or reading_again.due):
+                if self._feed.position == self._acks.sent and not (under_way.damaged or repeated_read.due):
                     yield self._no_news()
                 continue
             async for response in self._send(self._feed.release(self._acks.sent.number, whole)):
@@ -327,7 +327,7 @@ class ReplicaStream:
 
     async def _wait_unblocked(self) -> None:
         pause, asked = self._consumer.pause, self._replica.verification.signal.changed()
-        await self._wait(self._consumer.brake.changed(), asked, self._acks.under_way.room())
+        await self._wait(self._consumer.pause_changed.changed(), asked, self._acks.under_way.room())
         if pause and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
             raise Superseded(f"consumer {self._consumer.name!r} got a new policy during a pause; reconnect")
 
@@ -375,7 +375,7 @@ class ReplicaStream:
         self._check_forms()
         if self._kept_from(release):  # Drop the release; a later one repeats its rows and repairs.
             if self._feed.position == self._acks.sent:  # Otherwise the caller waits for the end of the pause.
-                await self._wait(self._feed.changed(), self._consumer.brake.changed())
+                await self._wait(self._feed.changed(), self._consumer.pause_changed.changed())
             return
         self._asked = True
         with self._credit.going_on():
@@ -466,7 +466,7 @@ class ReplicaStream:
         """Check that no pause began during a release. The replica drops an incomplete one."""
         if (pause := self._consumer.pause) and self._kept_from(release):
             text = f"consumer {self._consumer.name!r} is paused; reconnect"
-            raise Superseded(text, detail=f" ({pause.words})")
+            raise Superseded(text, detail=f" ({pause.description})")
 
     def _kept_from(self, release: Release) -> bool:
         """Whether a pause forbids a release, as it would advance the replica."""

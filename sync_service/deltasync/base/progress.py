@@ -39,11 +39,11 @@ class Progress:
         """Set the number of finished rows."""
         self._rows, now = rows, time.monotonic()
         if now >= self._due or (self._logged and rows >= self._total):
-            logger.info("%s", self.words)
+            logger.info("%s", self.description)
             self._due, self._logged = now + _EVERY_SECONDS, True
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The work and its progress."""
         return f"{self._what}: {self._rows} of {self._total} {self._unit}"
 
@@ -59,4 +59,4 @@ _all, _lock = WeakSet[Progress](), threading.Lock()
 def under_way() -> list[str]:
     """The progress of long work in this process."""
     with _lock:
-        return sorted(each.words for each in _all if each.takes_long)
+        return sorted(each.description for each in _all if each.takes_long)

@@ -49,7 +49,7 @@ class KeptVersion:
         return self.seal.version
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The version with its name."""
         return f"version {self.version}" + (f" ({self.name})" if self.name else "")
 

@@ -422,7 +422,7 @@ class CheckpointStore:
             if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
                 self.release(kept)
                 raise StorageFailed(
-                    f"{kept.words} of model {self._model!r} is too old to keep: its files were removed"
+                    f"{kept.description} of model {self._model!r} is too old to keep: its files were removed"
                 )
             with self._sharing:
                 self._shared.set(kept.id, manifest.files)

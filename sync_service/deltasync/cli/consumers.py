@@ -36,7 +36,7 @@ def _parameter(field: PolicyField) -> str:
 
 
 def _option(field: PolicyField) -> Callable[[F], F]:
-    words = field.words.replace("`", "")
+    words = field.description.replace("`", "")
     return click.option(
         *field.flags,
         _parameter(field),
@@ -153,7 +153,7 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
     """
     policy = policy_of(options)
     made = Admin(service).create_consumer(name, model, policy)
-    words = "; ".join(filter(None, [policy.words, made["reason"] if made["paused"] else ""]))
+    words = "; ".join(filter(None, [policy.description, made["reason"] if made["paused"] else ""]))
     say(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
 
@@ -171,8 +171,8 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     policy, admin = policy_of(options), Admin(service)
     before = Policy.from_dict(admin.consumer(name)["policy"])
     admin.update_consumer(name, policy)
-    was = f" (was {before.words or _EVERYTHING})" if before != policy else ""
-    say(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
+    was = f" (was {before.description or _EVERYTHING})" if before != policy else ""
+    say(f"policy of consumer {name}: {policy.description or _EVERYTHING}{was}")
 
 
 @consumers.command("follow", context_settings=CONTEXT)

@@ -94,7 +94,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[F], F]:
 
 
 _RIGHTS = (
-    _option("--ca", "PEM file of the CA of the service's certificate. Turns TLS on.", type=_FILE),
+    _option("--ca", "PEM file of the CA of the service's certificate. LockOrder TLS on.", type=_FILE),
     _option("--cert", "PEM file of the client certificate.", type=_FILE),
     _option("--key", "PEM file of the key of --cert.", type=_FILE),
     _option("--server-name", "Name in the service's certificate, if it differs from the host."),
@@ -111,7 +111,7 @@ class _Kind:
 
     default: str | None
     of: Callable[[Endpoint], Endpoint]
-    words: str
+    description: str
 
     def default_with(self, settings: dict[str, Any]) -> str | None:
         """The default address; https if a setting is for TLS."""
@@ -194,7 +194,7 @@ def _endpoint_option(kind: _Kind, *options: Callable[[Command], Command]) -> Cal
                 return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
-        service = _option("--service", kind.words, show_default=kind.default or False)
+        service = _option("--service", kind.description, show_default=kind.default or False)
         every: list[Callable[[Command], Command]] = [service, *options, *_RIGHTS]
         for option in reversed(every):
             wrapped = option(wrapped)

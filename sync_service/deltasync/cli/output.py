@@ -70,7 +70,7 @@ def with_columns(*records: type) -> Callable[[F], F]:
     shown = [each.shown for record in records for each in columns(record)]
     width = max(len(each.title) for each in shown) + 2
     wrap = partial(textwrap.fill, width=108, subsequent_indent=" " * width)
-    lines = [wrap(f"{each.title:<{width}}{each.words}") for each in shown]
+    lines = [wrap(f"{each.title:<{width}}{each.description}") for each in shown]
 
     def described(command: F) -> F:
         indented = textwrap.indent("\n".join(lines), "    ")

@@ -117,7 +117,7 @@ class Host(Protocol):
         """
 
 
-class Alone:
+class SingleProcess:
     """The `Owners` of a single process, which owns all models and needs no brokers.
 
     Its log has the names of all consumers.
@@ -196,7 +196,7 @@ class Alone:
         """Do nothing."""
 
 
-class Joining(Alone):
+class JoiningProcess(SingleProcess):
     """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
 
     confirmed = False

@@ -9,11 +9,11 @@ from deltasync.base.errors import DeltasyncError, NotOwner, Owner
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import first_of
 from deltasync.cluster.bucket import Bucket, BucketCopy, Changed, ClusterState
-from deltasync.cluster.heirs import Steps, next_heir, next_steps, responsibility_for
-from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
+from deltasync.cluster.lease_store import ConsumerNames, Heartbeat, LeaseStore
 from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import Host
-from deltasync.cluster.transfer import Tenures, Transfer
+from deltasync.cluster.placement import Steps, next_heir, next_steps, responsibility_for
+from deltasync.cluster.transfer import OwnedModels, Transfer
 
 
 class SharedOwners:
@@ -46,12 +46,12 @@ class SharedOwners:
         self._clock_ns = clock_ns
         self._copy = BucketCopy(options.lease_ns)
         self._nudged = asyncio.Event()
-        self._ledger = Ledger(bucket, self._copy, events, clock_ns, self._nudged)
-        self._tenures = Tenures(clock_ns)
-        self._beat = Heartbeat(options, me, self._ledger, self._copy, events, clock_ns)
-        self._names = ConsumerNames(self._ledger, self._copy)
+        self._leases = LeaseStore(bucket, self._copy, events, clock_ns, self._nudged)
+        self._owned = OwnedModels(clock_ns)
+        self._beat = Heartbeat(options, me, self._leases, self._copy, events, clock_ns)
+        self._names = ConsumerNames(self._leases, self._copy)
         self._transfer = Transfer(
-            self._tenures, self._ledger, self._copy, self._names, host, events, self._beat, self._state
+            self._owned, self._leases, self._copy, self._names, host, events, self._beat, self._state
         )
         self._with_log: frozenset[str] = frozenset()
         self._looked_ns: int | None = None
@@ -84,7 +84,7 @@ class SharedOwners:
 
     def models(self) -> Collection[str]:
         """All models of the cluster that this process knows."""
-        return sorted({*self._copy.claims, *self._with_log, *self._tenures.names()})
+        return sorted({*self._copy.claims, *self._with_log, *self._owned.names()})
 
     def model_of(self, consumer: str) -> str | None:
         """The model of a consumer; None if there is no such consumer."""
@@ -109,7 +109,7 @@ class SharedOwners:
             NotOwner: another process owns it or is its heir, or this one cannot take it over now.
             ServiceUnavailable: brokers do not answer.
         """
-        state, tenure = self._state(), self._tenures.get(model)
+        state, tenure = self._state(), self._owned.get(model)
         answer = responsibility_for(model, state)
         mine = answer.here or (answer.owner is None and self.confirmed and not self.me.draining)
         if not mine or model in state.waiting or (tenure and tenure.leaving):
@@ -117,9 +117,9 @@ class SharedOwners:
         try:
             return await _ended(model, self._transfer.take(model, "a client opened it here"))
         except NotOwner as error:
-            if not self._ledger.stale:
+            if not self._leases.stale:
                 raise
-            await self._ledger.read()  # It shows which process was first.
+            await self._leases.read()  # It shows which process was first.
             raise _not_owner(model, self._state()) from error
 
     async def move(self, model: str, to: str) -> None:
@@ -130,16 +130,16 @@ class SharedOwners:
             NotFound: no such process is alive, or it is draining.
         """
         next_heir(model, self._state(), to)
-        if model not in self._tenures.open():
+        if model not in self._owned.open():
             raise _not_owner(model, self._state())
         await self._release(model, to)
 
     async def lost(self, model: str, reason: str) -> None:
         """Give up a model after another process took over its log."""
-        if self._tenures.get(model) is None:
+        if self._owned.get(model) is None:
             return
-        self._tenures.wait(model, self._options.lease_seconds)
-        self._ledger.stale = True
+        self._owned.wait(model, self._options.lease_seconds)
+        self._leases.stale = True
         await asyncio.shield(self._transfer.leave(model, reason))
         self._nudged.set()
 
@@ -155,11 +155,11 @@ class SharedOwners:
         for name in self.consumers_of(model):
             await self._names.forget(name)
         try:
-            await self._ledger.write_claim(model, None)
+            await self._leases.write_claim(model, None)
         except Changed as error:
             raise NotOwner(f"model {model!r}: another process changed its entry; try again") from error
         self._with_log -= {model}
-        self._tenures.drop(model)
+        self._owned.drop(model)
 
     async def reserve_consumer(self, name: str, model: str) -> None:
         """Reserve the name of a consumer for a model owned here. Idempotent.
@@ -182,8 +182,8 @@ class SharedOwners:
         """Take over no more models; save the models owned here and hand them over one by one."""
         self._events.emit(EventKind.PROCESS_DRAINING, process=self.me.name)
         self._beat.change(draining=True)
-        await self._beat.speak(len(self._tenures.names()))
-        for model in self._tenures.names():
+        await self._beat.speak(len(self._owned.names()))
+        for model in self._owned.names():
             with suppress(NotOwner):  # The model may have left already.
                 await self._release(model)
 
@@ -194,7 +194,7 @@ class SharedOwners:
             ServiceUnavailable: brokers do not answer.
         """
         self._started_ns = self._clock_ns()
-        await self._ledger.read_patiently()
+        await self._leases.read_patiently()
         self._running = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -202,25 +202,25 @@ class SharedOwners:
         self._beat.change(draining=True)
         tasks = [
             self._transfer.leave(model, "the process is shutting down", next_heir(model, self._state()))
-            for model in self._tenures.names()
+            for model in self._owned.names()
         ]
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in filter(None, [self._running, self._writing]):
             task.cancel()
             await asyncio.wait([task])
         await self._beat.leave()
-        await self._ledger.close()
+        await self._leases.close()
 
     async def step(self) -> None:
         """Write a heartbeat if it is due, and begin the next steps. Called repeatedly."""
-        for model in self._tenures.waiting():
+        for model in self._owned.waiting():
             owner = self._state().owner_of(model)
             if owner and owner.process != self.me.name:  # Another process had it: no need to wait.
-                self._tenures.forgive(model)
+                self._owned.forgive(model)
         if not self.confirmed:  # Before it renews the lease: others may have taken over during a suspension.
             self._begin(next_steps(self._state()))
         if self._beat.due:
-            await self._beat.speak(len(self._tenures.names()))
+            await self._beat.speak(len(self._owned.names()))
             await self._look()
         self._begin(next_steps(self._state()))
 
@@ -251,7 +251,7 @@ class SharedOwners:
     def _begin(self, steps: Steps) -> None:
         for model, reason in steps.give_up.items():
             self._transfer.leave(model, reason)
-        if self._ledger.stale or not self.confirmed:
+        if self._leases.stale or not self.confirmed:
             return
         # This wait lets processes that start together find each other.
         if self._clock_ns() - self._started_ns >= self._options.beat_seconds * 1e9:
@@ -267,15 +267,15 @@ class SharedOwners:
             NotOwner: this process does not own it.
             NotFound: no process `to` is alive, or it is draining.
         """
-        if model in self._tenures.open():
+        if model in self._owned.open():
             try:
                 await self._host.save(model)
             except DeltasyncError as error:
                 self._events.emit(EventKind.FAILED, "it could not be saved before the move", error, model=model)
         heir = next_heir(model, self._state(), to)
-        if self._tenures.get(model) is None:
+        if self._owned.get(model) is None:
             raise _not_owner(model, self._state())
-        self._tenures.wait(model, self._options.lease_seconds)
+        self._owned.wait(model, self._options.lease_seconds)
         reason = f"handed over to {heir}" if heir else "released; no other process can take it over"
         await asyncio.shield(self._transfer.leave(model, reason, heir))
 
@@ -287,10 +287,10 @@ class SharedOwners:
             members={**members, self.me.name: self.me},
             claims=self._copy.claims,
             stored=self._copy.stored,
-            own=self._tenures.claims(),
-            open=self._tenures.open(),
+            own=self._owned.claims(),
+            open=self._owned.open(),
             with_log=self._with_log,
-            waiting=self._tenures.waiting(),
+            waiting=self._owned.waiting(),
         )
 
 

@@ -10,10 +10,10 @@ from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceUnavai
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import backoff
 from deltasync.cluster.bucket import BucketCopy, Changed, ClusterState
-from deltasync.cluster.heirs import Steps, next_after, next_heir
-from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
+from deltasync.cluster.lease_store import ConsumerNames, Heartbeat, LeaseStore
 from deltasync.cluster.member import Claim
 from deltasync.cluster.owners import Host
+from deltasync.cluster.placement import Steps, next_after, next_heir
 
 # Models that a process loads at the same time.
 _TAKEN_AT_ONCE = 4
@@ -24,7 +24,7 @@ class Transfer:
 
     Args:
         tenures: the models of this process.
-        ledger: writes the claims.
+        leases: writes the claims.
         copy: the copy of the bucket.
         names: the names of the consumers of these models.
         host: opens and closes the models.
@@ -35,8 +35,8 @@ class Transfer:
 
     def __init__(
         self,
-        tenures: "Tenures",
-        ledger: Ledger,
+        tenures: "OwnedModels",
+        leases: LeaseStore,
         copy: BucketCopy,
         names: ConsumerNames,
         host: Host,
@@ -44,8 +44,8 @@ class Transfer:
         beat: Heartbeat,
         state: Callable[[], ClusterState],
     ) -> None:
-        self._tenures = tenures
-        self._ledger = ledger
+        self._owned = tenures
+        self._leases = leases
         self._copy = copy
         self._names = names
         self._host = host
@@ -64,11 +64,11 @@ class Transfer:
         Returns:
             The task, which raises `NotOwner` or `ServiceUnavailable` on failure.
         """
-        tenure = self._tenures.get(model)
+        tenure = self._owned.get(model)
         if tenure is None:
             self._names.drop(model)
             tenure = Tenure(self._new_claim())
-            self._tenures.add(model, tenure)
+            self._owned.add(model, tenure)
             tenure.taking = asyncio.create_task(self._take(model, tenure, reason))
             tenure.taking.add_done_callback(_retrieve)
         if tenure.taking is None:
@@ -84,7 +84,7 @@ class Transfer:
             heir: the process that should take it over; empty = the first in its order; None = write no release,
                 because another process already owns it or brokers do not answer.
         """
-        tenure = self._tenures.get(model)
+        tenure = self._owned.get(model)
         if tenure is None:
             raise NotOwner(f"model {model!r} is not owned here")
         if tenure.leaving is None:
@@ -94,17 +94,17 @@ class Transfer:
 
     async def write(self, steps: Steps) -> None:
         """Write entries that are missing in the bucket: claims, releases, and names of consumers."""
-        owned = self._tenures.open()
+        owned = self._owned.open()
         # The next heartbeat repeats a failed write, and reports the error.
         with suppress(Changed, ServiceUnavailable):
             for model in steps.write_again:
-                tenure = self._tenures.get(model)
+                tenure = self._owned.get(model)
                 claim = tenure.claim if tenure else self._copy.claims.get(model)
                 if claim and (tenure is None or tenure.stage is Stage.OPEN):
-                    await self._ledger.write_claim(model, claim)
+                    await self._leases.write_claim(model, claim)
             for model in steps.let_go:
                 heir = next_heir(model, self._state())
-                await self._ledger.write_claim(model, Claim(None, self._copy.next_epoch, heir))
+                await self._leases.write_claim(model, Claim(None, self._copy.next_epoch, heir))
             for name, model in self._names.unwritten(owned).items():
                 await self._names.write(name, model)
 
@@ -123,7 +123,7 @@ class Transfer:
                 await self._fail(model, error)
                 raise NotOwner(f"process {owner.process} cannot take over model {model!r}: {error}") from error
             tenure.stage = Stage.OPEN
-        self._tenures.forgive(model)
+        self._owned.forgive(model)
         over = before is not None and before.process not in ("", owner.process)
         kind = EventKind.MODEL_TAKEN_OVER if over else EventKind.MODEL_CLAIMED
         self._events.emit(kind, reason, model=model, process=owner.process, epoch=owner.epoch)
@@ -133,21 +133,21 @@ class Transfer:
         tenure.claim = self._new_claim()
         owner = self._beat.me.owner(tenure.claim.epoch)
         try:
-            await self._ledger.write_claim(model, tenure.claim)
+            await self._leases.write_claim(model, tenure.claim)
         except Changed as error:
-            self._tenures.drop(model)
+            self._owned.drop(model)
             winner = self._copy.claims.get(model)
             raise NotOwner(
                 f"model {model!r} was claimed by another process", owner=winner.owner if winner else None
             ) from error
         except ServiceUnavailable:
-            self._tenures.drop(model)
-            self._tenures.wait(model)
+            self._owned.drop(model)
+            self._owned.wait(model)
             raise
         return owner
 
     async def _fail(self, model: str, error: Exception) -> None:
-        self._tenures.wait(model)
+        self._owned.wait(model)
         self._events.emit(EventKind.MODEL_NOT_TAKEN, "its takeover failed and will be retried", error, model=model)
         heir = next_after(model, self._beat.me.name, self._state().members.values())
         await self._close(model, "its takeover failed")
@@ -169,11 +169,11 @@ class Transfer:
         except Exception as error:  # noqa: BLE001  # the next owner fences off the rest
             self._events.emit(EventKind.FAILED, "it could not be closed", error, model=model)
         finally:
-            self._tenures.drop(model)
+            self._owned.drop(model)
 
     async def _write_release(self, model: str, heir: str) -> None:
         try:
-            await self._ledger.write_claim(model, Claim(None, self._copy.next_epoch, heir))
+            await self._leases.write_claim(model, Claim(None, self._copy.next_epoch, heir))
         except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "its release could not be written", error, model=model)
 
@@ -210,37 +210,37 @@ class _Wait:
     seconds: Iterator[float] = field(default_factory=backoff)
 
 
-class Tenures:
+class OwnedModels:
     """The models of a process, and those that it failed to take over."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
-        self._tenures = dict[str, Tenure]()
+        self._owned = dict[str, Tenure]()
         self._waits = dict[str, _Wait]()
 
     def get(self, model: str) -> Tenure | None:
         """The tenure of a model, if there is one."""
-        return self._tenures.get(model)
+        return self._owned.get(model)
 
     def add(self, model: str, tenure: Tenure) -> None:
         """Begin the tenure of a model."""
-        self._tenures[model] = tenure
+        self._owned[model] = tenure
 
     def drop(self, model: str) -> None:
         """End the tenure of a model, if there is one."""
-        self._tenures.pop(model, None)
+        self._owned.pop(model, None)
 
     def names(self) -> list[str]:
         """The models that this process owns, takes over or gives up."""
-        return sorted(self._tenures)
+        return sorted(self._owned)
 
     def claims(self) -> dict[str, Claim]:
         """The claims of these models."""
-        return {model: tenure.claim for model, tenure in self._tenures.items()}
+        return {model: tenure.claim for model, tenure in self._owned.items()}
 
     def open(self) -> set[str]:
         """The models whose logs are open here."""
-        return {model for model, tenure in self._tenures.items() if tenure.stage is Stage.OPEN}
+        return {model for model, tenure in self._owned.items() if tenure.stage is Stage.OPEN}
 
     def wait(self, model: str, least_seconds: float = 0.0) -> None:
         """Record a failed takeover: wait before the next attempt, longer each time."""

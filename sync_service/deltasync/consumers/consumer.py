@@ -9,7 +9,7 @@ from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
-from deltasync.consumers.follow import Distance, Follow, Objection
+from deltasync.consumers.follow import Follow, Objection, RolloutDelay
 from deltasync.consumers.pause import Pause, joined
 from deltasync.core.comparison import TableComparison
 from deltasync.core.cut_times import DeliveryDurations
@@ -205,7 +205,7 @@ class Consumer:
         follows: the kept version that it follows; None = the newest version.
         waits: why it does not go on to a later kept version; empty if it does not follow at a distance.
         objection: its last objection; None if it never raised one.
-        brake: wakes the streams that wait for the end of a pause.
+        pause_changed: wakes the streams that wait for the end of a pause.
         moved: whether its model has left this process.
         durations: durations of the deliveries to its replicas.
     """
@@ -224,7 +224,7 @@ class Consumer:
     follows: Follow | None = None
     waits: str = ""
     objection: Objection | None = None
-    brake: Signal = field(default_factory=Signal)
+    pause_changed: Signal = field(default_factory=Signal)
     moved: bool = False
     durations: DeliveryDurations = field(default_factory=DeliveryDurations)
 
@@ -243,19 +243,19 @@ class Consumer:
         return bool(self.connected) and all(seal in each.held for each in self.connected)
 
     @property
-    def distance(self) -> Distance | None:
+    def distance(self) -> RolloutDelay | None:
         """How it follows another consumer; None if it does not."""
         return self.follows.distance if self.follows else None
 
     @property
     def follows_words(self) -> str:
         """What it follows, and why it goes on to no later version; empty if it follows the newest version."""
-        return "; ".join(filter(None, [self.follows.words, self.waits])) if self.follows else ""
+        return "; ".join(filter(None, [self.follows.description, self.waits])) if self.follows else ""
 
     @property
     def objects_words(self) -> str:
         """Its objection in force, in words; empty without one."""
-        return self.objection.words if self.objection and self.objection.in_force else ""
+        return self.objection.description if self.objection and self.objection.in_force else ""
 
     def add_pause(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""

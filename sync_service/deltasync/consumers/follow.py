@@ -17,7 +17,7 @@ STAY, BACK = "stay", "back"
 
 
 @dataclass(frozen=True)
-class Distance:
+class RolloutDelay:
     """How a consumer follows another one, and when it moves to the next kept version.
 
     Attributes:
@@ -42,7 +42,7 @@ class Distance:
             raise InvalidInput(f"on_objection: {self.on_objection!r}, expected {STAY} or {BACK}")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The other consumer and the distance, in words."""
         return f"{duration(self.behind_seconds)} behind consumer {self.after!r}"
 
@@ -61,13 +61,13 @@ class Follow:
     kept: KeptVersion
     since_unix_ns: int
     by: str
-    distance: Distance | None = None
+    distance: RolloutDelay | None = None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The version, the start, the author and the distance, in words."""
-        distance = f", {self.distance.words}" if self.distance else ""
-        return f"{self.kept.words} since {utc(self.since_unix_ns)} by {self.by}{distance}"
+        distance = f", {self.distance.description}" if self.distance else ""
+        return f"{self.kept.description} since {utc(self.since_unix_ns)} by {self.by}{distance}"
 
     @property
     def versions(self) -> list[KeptVersion]:
@@ -126,14 +126,14 @@ class Objection:
         return self.number - 1 if self.in_force else self.number
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The start, the author and the reason, in words."""
         return f"objects since {utc(self.since_unix_ns)} by {self.by}: {self.reason}"
 
 
 def next_version(
     follows: Follow | None,
-    distance: Distance,
+    distance: RolloutDelay,
     versions: Sequence[KeptVersion],
     lines: Sequence[HistoryLine],
     objection: Objection | None,
@@ -153,8 +153,8 @@ def next_version(
     after = f"consumer {distance.after!r}"
     if objection and objection.in_force:
         if distance.on_objection == BACK and distance.before:
-            return distance.before, f"goes back, because {after} {objection.words}"
-        return None, f"stays, because {after} {objection.words}"
+            return distance.before, f"goes back, because {after} {objection.description}"
+        return None, f"stays, because {after} {objection.description}"
     later = [each for each in versions if follows is None or each.version > follows.kept.version]
     if objection and later:
         later = [each for each in later if each.id > objection.until_id]
@@ -174,8 +174,8 @@ def next_version(
             continue
         left = distance.behind_seconds - seconds
         if left <= 0:
-            return kept, f"{after} has gone on for {duration(seconds)} since it held {kept.words}"
-        waits = f"{after} holds or has held {kept.words}, {duration(left)} to go"
+            return kept, f"{after} has gone on for {duration(seconds)} since it held {kept.description}"
+        waits = f"{after} holds or has held {kept.description}, {duration(left)} to go"
     return None, waits
 
 
@@ -188,7 +188,7 @@ def check_past(kept: KeptVersion, seals: SealHistory) -> None:
     checksum = seals.checksum_of(kept.version)
     if kept.version > seals.newest_version or checksum not in (0, kept.seal.checksum):
         raise Contradiction(
-            f"kept {kept.words} belongs to a past that the model has discarded; its newest version is "
+            f"kept {kept.description} belongs to a past that the model has discarded; its newest version is "
             f"{seals.newest_version}: follow another version"
         )
 
@@ -211,7 +211,7 @@ def follow_of_record(record: Mapping[str, Any]) -> Follow | None:
     distance = None
     if stored := fields.get("distance"):
         before = kept_of_record(stored["before"]) if stored["before"] else None
-        distance = Distance(**{**stored, "before": before})
+        distance = RolloutDelay(**{**stored, "before": before})
     return Follow(kept_of_record(fields["kept"]), fields["since_unix_ns"], fields["by"], distance)
 
 

@@ -26,7 +26,7 @@ class Quarantine:
     reason: str
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The versions and the reason, in a line of bounded length."""
         if self.versions == 1:
             which = f"version {self.first} is"
@@ -98,11 +98,11 @@ class Pause:
     @property
     def why(self) -> str:
         """All reasons; may be empty."""
-        withheld = self.quarantine.words if self.quarantine else ""
+        withheld = self.quarantine.description if self.quarantine else ""
         return "; ".join(filter(None, [withheld, self.reason]))[:LONGEST_TEXT]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The start, the author and the reason, in words."""
         return f"paused since {self.since} by {self.by}{f': {self.why}' if self.why else ''}"
 

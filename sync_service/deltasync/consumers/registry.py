@@ -79,7 +79,7 @@ class ConsumerRegistry:
         for consumer in self.of_model(model):
             consumer.moved = True
             consumer.end_streams()
-            consumer.brake.wake()
+            consumer.pause_changed.wake()
             consumer.signal.wake()
 
     def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
@@ -261,7 +261,7 @@ class ConsumerRegistry:
                 raise
             if consumer.pause is pause:  # Otherwise it was paused again.
                 consumer.pause = None
-                consumer.brake.wake()
+                consumer.pause_changed.wake()
                 consumer.signal.wake()
             await self._end_quarantine(consumer.model)
             return consumer

@@ -153,14 +153,14 @@ class PolicyField:
         name: its name in programs, JSON and TOML.
         default: its value unless it is set. None = no limit; the field then also accepts None.
         kind: the values that it accepts.
-        words: its meaning, in Markdown.
+        description: its meaning, in Markdown.
         flags: its names on the command line.
     """
 
     name: str
     default: Any
     kind: Kind
-    words: str
+    description: str
     flags: tuple[str, ...]
 
     def read(self, value: Any) -> Any:
@@ -172,9 +172,9 @@ class PolicyField:
         return None if value is None and self.default is None else self.kind.read(self.name, value)
 
 
-def declared(default: T, kind: Kind, words: str, *flags: str) -> T:
+def declared(default: T, kind: Kind, description: str, *flags: str) -> T:
     """Declare a dataclass field as a policy field. Without `flags`, its flag is its name."""
-    return field(default=default, metadata={"kind": kind, "words": words, "flags": flags})
+    return field(default=default, metadata={"kind": kind, "description": description, "flags": flags})
 
 
 def declared_in(policy: type) -> tuple[PolicyField, ...]:
@@ -184,7 +184,7 @@ def declared_in(policy: type) -> tuple[PolicyField, ...]:
             name=each.name,
             default=each.default,
             kind=each.metadata["kind"],
-            words=each.metadata["words"],
+            description=each.metadata["description"],
             flags=each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",),
         )
         for each in fields(policy)
@@ -326,7 +326,7 @@ class Policy:
         )
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The fields that differ from the default, as text; empty if none does."""
         default = Policy().as_dict()
         return ", ".join(_word(key, value) for key, value in self.as_dict().items() if value != default[key])

@@ -214,7 +214,7 @@ class CutCoordinator:
         """The versions in quarantine and the reason; empty if there are none."""
         with contextlib.suppress(LogUnavailable, VolumeFailed):  # Then use the last value read.
             self._quarantine = self._consumers.quarantine_of(self.model.name)
-        return self._quarantine.words if self._quarantine else ""
+        return self._quarantine.description if self._quarantine else ""
 
     @property
     def table_bytes(self) -> int:

@@ -83,7 +83,7 @@ class BrokerOptions:
             raise InvalidInput("--log-cert, --log-key: one is missing, expected both or neither")
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The URLs of the brokers, without secrets."""
         return ",".join(map(without_secrets, self.urls))
 
@@ -121,8 +121,8 @@ async def connect(options: BrokerOptions, name: str) -> "Client":
         )
     except Exception as error:
         raise StorageFailed(
-            f"cannot connect to any broker of {options.words}: {error!r}: check that they run, and check --log "
-            "and its credentials"
+            f"cannot connect to any broker of {options.description}: {error!r}: check that they run, and "
+            "check --log and its credentials"
         ) from error
 
 
@@ -171,7 +171,7 @@ class Brokers:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
         except Exception as error:
             raise LogUnavailable(
-                f"brokers {self.options.words} do not answer: {error!r}: {LOOK_AT_BROKERS}"
+                f"brokers {self.options.description} do not answer: {error!r}: {LOOK_AT_BROKERS}"
             ) from error
 
     def close(self) -> None:

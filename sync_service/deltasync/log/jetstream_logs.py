@@ -38,7 +38,7 @@ class JetStreamLogs:
         """Connect to the brokers, which show this process under the name `process`."""
         self._options = options
         self._brokers = Brokers(options, process)
-        self._volume = BrokerVolume(options.words)
+        self._volume = BrokerVolume(options.description)
         self.commits = self._volume.commits
         self._open = dict[str, JetStreamStore]()
         self.accepted_risks: list[str] = []

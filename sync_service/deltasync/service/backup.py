@@ -190,7 +190,7 @@ def copy_followed(
                 follows = follow_of_record(unpack_json(record))
             for each in follows.versions if follows else ():
                 if each.id not in there:
-                    lacking.append((consumer, each.words))
+                    lacking.append((consumer, each.description))
                     continue
                 store.copy(store.manifest_of(each.id), place, check)
                 place.put(kept_file(manifest.model, each.id), pack_kept(each))

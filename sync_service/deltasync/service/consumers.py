@@ -246,4 +246,4 @@ _AGAIN_SECONDS = 1.0
 
 
 def _words(policy: Policy) -> str:
-    return policy.words or "every changed row"
+    return policy.description or "every changed row"

@@ -9,7 +9,7 @@ from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, N
 from deltasync.base.events import EventKind, Events
 from deltasync.checkpoints.kept_version import KeptVersion, find_kept
 from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.follow import LIVE, Distance, Follow, Objection, check_past, next_version
+from deltasync.consumers.follow import LIVE, Follow, Objection, RolloutDelay, check_past, next_version
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine
@@ -66,11 +66,11 @@ class Following:
             before, model = consumer.follows, self._models.model(consumer.model)
             kept = find_kept(await kept_of(model), model.name, version)
             return await self._change(
-                consumer, model, before, Follow(kept, self._clock().unix_ns, by), kept.words, by
+                consumer, model, before, Follow(kept, self._clock().unix_ns, by), kept.description, by
             )
 
     async def follow_consumer(
-        self, name: str, distance: Distance, version: str = "", by: str = ITSELF
+        self, name: str, distance: RolloutDelay, version: str = "", by: str = ITSELF
     ) -> Consumer:
         """Let a consumer follow another one at a distance.
 
@@ -113,7 +113,7 @@ class Following:
                 first = found
             follows = Follow(first, self._clock().unix_ns, by, distance)
             return await self._change(
-                consumer, model, before, follows, f"{first.words}, {distance.words}: {why}", by
+                consumer, model, before, follows, f"{first.description}, {distance.description}: {why}", by
             )
 
     async def object(self, name: str, reason: str, by: str = ITSELF) -> Consumer:
@@ -166,13 +166,13 @@ class Following:
 
     async def heed(self) -> None:
         """Let each consumer at a distance stay, or go back, if the other one objects."""
-        await self._look(self._heed, "the service could not move it back after an objection")
+        await self._look(self._go_back, "the service could not move it back after an objection")
 
     async def go_on(self) -> None:
         """Let each consumer at a distance go on to a later version if the other one allows it."""
         await self._look(self._go_on, "it cannot look for a later version")
 
-    async def _look(self, look_at: Callable[[Consumer, Distance], Awaitable[None]], failure: str) -> None:
+    async def _look(self, look_at: Callable[[Consumer, RolloutDelay], Awaitable[None]], failure: str) -> None:
         for consumer in list(self._registry.consumers.values()):
             if (distance := consumer.distance) and consumer.model in self._models:
                 try:
@@ -183,7 +183,7 @@ class Following:
                         EventKind.FAILED, f"{failure}; the service tries again", error, consumer=consumer.name
                     )
 
-    async def _heed(self, consumer: Consumer, distance: Distance) -> None:
+    async def _go_back(self, consumer: Consumer, distance: RolloutDelay) -> None:
         objection, follows, model = self._objection(distance), consumer.follows, self._models[consumer.model]
         if objection and objection.in_force and follows:
             # Nobody can release the version before this one, so that this does not wait for object storage.
@@ -193,7 +193,7 @@ class Following:
                     if self._is_same(consumer, model, follows):
                         await self._move(consumer, follows, version)
 
-    async def _go_on(self, consumer: Consumer, distance: Distance) -> None:
+    async def _go_on(self, consumer: Consumer, distance: RolloutDelay) -> None:
         name, model, follows, now = consumer.name, self._models[consumer.model], consumer.follows, self._clock()
         pause_ns = int(1e9 * min(_LONGEST_LOOK_SECONDS, _LOOK_SHARE * distance.behind_seconds))
         if name in self._looked and now.after_ns(self._looked[name]) < pause_ns:
@@ -211,19 +211,19 @@ class Following:
                 if self._is_same(consumer, model, follows) and self._objection(distance) is objection:
                     await self._move(consumer, follows, version)
 
-    async def _lines(self, distance: Distance) -> list[HistoryLine]:
+    async def _lines(self, distance: RolloutDelay) -> list[HistoryLine]:
         """The history of the consumer that another one follows, as long as kept versions wait for it."""
         return await self._histories.until_now(distance.after, SHARE_OF_DISTANCE * distance.behind_seconds)
 
-    def _objection(self, distance: Distance) -> Objection | None:
+    def _objection(self, distance: RolloutDelay) -> Objection | None:
         """The last objection of the consumer that another one follows."""
         other = self._registry.consumers.get(distance.after)
         return other.objection if other else None
 
     async def _move(self, consumer: Consumer, follows: Follow, version: KeptVersion) -> None:
         """Let a consumer at a distance go on or back. The caller holds `changing`."""
-        distance = f", {follows.distance.words}" if follows.distance else ""
-        text = f"follows {version.words}{distance}: {consumer.waits}"
+        distance = f", {follows.distance.description}" if follows.distance else ""
+        text = f"follows {version.description}{distance}: {consumer.waits}"
         await self._set(consumer, follows.gone_on(version, self._clock().unix_ns, ITSELF), text, ITSELF)
 
     async def _change(

@@ -89,7 +89,7 @@ class Versions:
             watched_seconds=self._watched[model],
         )
         await in_own_thread(model.checkpoints.keep, kept, manifest)
-        self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model.name, version=kept.version, by=by)
+        self._events.emit(EventKind.VERSION_KEPT, kept.description, model=model.name, version=kept.version, by=by)
         return kept
 
     async def kept(self, model: str) -> list[tuple[KeptVersion, int | None]]:
@@ -111,12 +111,14 @@ class Versions:
         async with self._models.releasing(model.name):  # No consumer begins to follow it meanwhile.
             if names := self.followers(kept):
                 raise Contradiction(
-                    f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow "
+                    f"{kept.description} of model {model.name!r} is followed by {listed(names)}: let them follow "
                     "another version first (deltasync consumers follow)"
                 )
             model.checkpoints.hide(kept)
         await in_own_thread(model.checkpoints.release, kept)
-        self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
+        self._events.emit(
+            EventKind.VERSION_RELEASED, kept.description, model=model.name, version=kept.version, by=by
+        )
 
     def followers(self, kept: KeptVersion) -> list[str]:
         """The names of the consumers that follow a kept version, or may go back to it."""

@@ -211,7 +211,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class Brake:
+class ConsumerPauses:
     """Pauses and resumes consumers. Used in the event loop."""
 
     def __init__(self, models: Models, registry: ConsumerRegistry, views: ViewRegistry, events: Events) -> None:
@@ -220,7 +220,7 @@ class Brake:
         self._views = views
         self._events = events
 
-    async def pull(self, name: str, reason: str, by: str) -> Consumer:
+    async def pause(self, name: str, reason: str, by: str) -> Consumer:
         """Pause a consumer: its replicas keep their current rows, also after a restart of the service.
 
         Raises:
@@ -232,7 +232,7 @@ class Brake:
         self._events.emit(EventKind.CONSUMER_PAUSED, reason, consumer=consumer.name, by=by)
         return await self._registry.pause(name, pause)
 
-    async def release(self, name: str, by: str) -> Consumer:
+    async def resume(self, name: str, by: str) -> Consumer:
         """Resume a consumer: its replicas get all rows that they lack.
 
         Raises:
@@ -246,7 +246,7 @@ class Brake:
             if pause := consumer.pause:
                 await self._registry.resume(name, self._prepare)
                 self._accept(consumer.model)
-                self._events.emit(EventKind.CONSUMER_RESUMED, f"it was {pause.words}", consumer=name, by=by)
+                self._events.emit(EventKind.CONSUMER_RESUMED, f"it was {pause.description}", consumer=name, by=by)
             return consumer
 
     def _accept(self, model: str) -> None:

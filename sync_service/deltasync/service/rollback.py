@@ -86,7 +86,7 @@ async def _roll_back(
 ) -> Position:
     async with coordinator.rolling_back:
         position, rows = await _publish(model, coordinator, kept, tables, by, accept_any=accept_any)
-    text = f"to {kept.words}: {counted(rows, 'row')} changed"
+    text = f"to {kept.description}: {counted(rows, 'row')} changed"
     events.emit(EventKind.MODEL_ROLLED_BACK, text, model=model.name, version=position.number, by=by)
     return position
 

@@ -13,7 +13,7 @@ from deltasync.base.threads import name_threads
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.formats import check_formats
 from deltasync.cluster.member import Member
-from deltasync.cluster.owners import Alone, Joining, Owners
+from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
 from deltasync.log.lmdb_store import LmdbStore, read_small_record
@@ -25,7 +25,7 @@ from deltasync.service.following import Following
 from deltasync.service.hosting import Hosting, SharedLogs
 from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models, Publishing, Storage
-from deltasync.service.operators import Brake, Removals
+from deltasync.service.operators import ConsumerPauses, Removals
 from deltasync.service.options import ServiceOptions
 from deltasync.service.recoveries import Recoveries, Reloading, models_to_recover
 from deltasync.service.serving_history import Histories
@@ -93,7 +93,7 @@ class Service:
             )
             undo.pop_all()
         self.views = ViewRegistry(tasks, self.events, options.releases)
-        owners = Joining(Member("", "", "")) if storage.shared else Alone(Member("", "", ""))
+        owners = JoiningProcess(Member("", "", "")) if storage.shared else SingleProcess(Member("", "", ""))
         self.models = Models(storage, owners, self.registry, self.views, self.limits, self.volumes)
         for records in recorded:
             self.models.recovering |= records
@@ -119,7 +119,7 @@ class Service:
             options.look_seconds,
         )
         self.removals = Removals(self.models, self.registry, self.events)
-        self.brake = Brake(self.models, self.registry, self.views, self.events)
+        self.pauses = ConsumerPauses(self.models, self.registry, self.views, self.events)
 
     def hosting(self, logs: SharedLogs) -> Hosting:
         """Create the `Host` that takes over and gives up models on shared logs."""

@@ -57,7 +57,7 @@ def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> Consumer
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
         paused = PauseStatus(pause.since, pause.by, pause.why, otherwise=state)
-        state, reason = "paused", f"{pause.words}; otherwise {state}: {reason}"
+        state, reason = "paused", f"{pause.description}; otherwise {state}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
     lines = [_table_line(table, rows, status, now_unix_ns) for table, rows in pairs]
     connected = sum(replica.stream is not None for replica in fleet)
@@ -93,7 +93,7 @@ def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> Consumer
         freshness=freshness_of(consumer.durations),
         release=_release_lag(status.release, status.released, now_unix_ns) if status.release else None,
         policy=consumer.policy.as_dict(),
-        policy_words=consumer.policy.words,
+        policy_words=consumer.policy.description,
         paused=paused,
         follows=follows,
         follows_seconds=max(0, follows_ns) / 1e9,

@@ -205,7 +205,7 @@ def _families(record: type, labels: list[str], objects: Sequence[_Sample]) -> li
             continue
         kind = GaugeMetricFamily if shown.gauge else CounterMetricFamily
         own = [*labels, "state"] if shown.state or path.names == ("state",) else labels
-        family = families.setdefault(name, kind(f"deltasync_{name}", shown.words, labels=own))
+        family = families.setdefault(name, kind(f"deltasync_{name}", shown.description, labels=own))
         for values, each in objects:
             value = path.value(each)
             if isinstance(value, str):

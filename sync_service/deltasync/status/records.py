@@ -1,7 +1,7 @@
 """What the service shows: one record each for model, rank, consumer, replica, table, version and process.
 
-A field is declared once, with its words. HTTP answers have it as a key, the command and the page as a column if it
-has a title, and `/metrics` as a metric if it has a name.
+A field is declared once, with its description. HTTP answers have it as a key, the command and the page as a column
+if it has a title, and `/metrics` as a metric if it has a name.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Shown:
     """How a field is shown.
 
     Attributes:
-        words: what it means, for openapi.json, `--help` and the help text of the metric.
+        description: what it means, for openapi.json, `--help` and the help text of the metric.
         title: title of its column in tables of the command and the page; empty = no column.
         unit: how tables format it.
         gauge: name of its metric, without `deltasync_`; empty = no metric.
@@ -27,7 +27,7 @@ class Shown:
         state: for fields that share a metric, the value of its label `state`. A text is its own; a list counts.
     """
 
-    words: str
+    description: str
     title: str = ""
     unit: Unit = ""
     gauge: str = ""
@@ -36,7 +36,7 @@ class Shown:
 
 
 def shown(
-    words: str,
+    description: str,
     title: str = "",
     unit: Unit = "",
     gauge: str = "",
@@ -46,7 +46,7 @@ def shown(
     default_factory: Any = MISSING,
 ) -> Any:
     """Declare a field of a record; see `Shown`."""
-    metadata = {"description": words, "shown": Shown(words, title, unit, gauge, counter, state)}
+    metadata = {"description": description, "shown": Shown(description, title, unit, gauge, counter, state)}
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 

@@ -258,7 +258,7 @@ class View:
         status = replace(
             status,
             seals=(follows.kept.seal,),
-            newest=f"kept {follows.kept.words}",
+            newest=f"kept {follows.kept.description}",
             newest_release=status.newest_release if arrived else 0,
             tables=table_statuses,
             version_of=partial(self._version_at, state),
@@ -511,7 +511,7 @@ class ReleaseLoop:
             paused=not self._goes_on(),
             connected=any(replica.stream for replica in replicas),
             refused=view.refused,
-            follows=view.follows.kept.words if view.follows else "",
+            follows=view.follows.kept.description if view.follows else "",
             arrived=view.arrived(policy),
             fits=not view.trouble and (view.fits(policy) or model.head is None),
             tables_after_seconds=again,

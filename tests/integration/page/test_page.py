@@ -159,7 +159,7 @@ def test_a_replica_that_is_away_is_named_with_the_reason(service: RunningService
         page = opened(f"{service.http}/#/consumers/predictors")
         row = page.locator("tr", has_text="p-7")
         expect(row).to_contain_text("away")
-        expect(row.locator("td.words")).to_contain_text("away for")
+        expect(row.locator("td.description")).to_contain_text("away for")
         page.goto(f"{service.http}/#/")
         expect(page.locator(".flow").get_by_role("link", name="predictors/p-7: away for")).to_be_visible()
 

@@ -34,7 +34,7 @@ def reload(world: World, fault: Fault) -> Sequence[str]:
     world.policies()  # Once it answers, it listens to signals.
     world.crew.send(SERVICE, signal.SIGHUP)
     if not comes(lambda: world.policies().get(CONFIGURED) == policy, _RELOAD_SECONDS):
-        raise SoakFailed(f"a policy that was reloaded is not in force: {policy.words}")
+        raise SoakFailed(f"a policy that was reloaded is not in force: {policy.description}")
     return []
 
 

@@ -34,12 +34,12 @@ FLAGS += ["--max-age", "60", "--min-interval", "1.5", "--max-bytes", "4000", "--
 
 
 def test_the_words_of_a_policy_are_what_differs_from_the_default() -> None:
-    assert Policy().words == ""
+    assert Policy().description == ""
     tenth = Policy(top_k=0.1, value_type=ValueType.INT8)
-    assert tenth.words == "top_k=10 % of the changed rows, value_type=int8"
-    assert Policy(top_k=1234567).words == "top_k=1234567 rows"
-    assert Policy(top_k=1).words == "top_k=1 row"
-    assert EVERYTHING.words == (
+    assert tenth.description == "top_k=10 % of the changed rows, value_type=int8"
+    assert Policy(top_k=1234567).description == "top_k=1234567 rows"
+    assert Policy(top_k=1).description == "top_k=1 row"
+    assert EVERYTHING.description == (
         "tables=user*,item, mode=ids, top_k=25 % of the changed rows, top_k_per_table, max_age_seconds=60, "
         "min_interval_seconds=1.5, max_bytes=4000, value_type=bf16"
     )
@@ -85,7 +85,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, ...]]) -> None:
     done = run("consumers", "create", "c", "--model", "m", *FLAGS, http="http://localhost:1", admin_token="t")  # noqa: S106
-    assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
+    assert done == (0, f"consumer c follows model m: {EVERYTHING.description}\n")
     assert calls == [("create", "http://localhost:1", "t", "c", "m", EVERYTHING)]
     _, said = run("consumers", "create", "c", "--model", "held", http="http://localhost:1", admin_token="t")  # noqa: S106
     assert said == "consumer c follows model held: paused since then\n"
@@ -275,7 +275,7 @@ RANKED = ConsumerStatus(
     damages=0,
     release=RELEASE,
     policy=Policy(top_k=0.1).as_dict(),
-    policy_words=Policy(top_k=0.1).words,
+    policy_words=Policy(top_k=0.1).description,
     freshness=Freshness([], 0),
 )
 

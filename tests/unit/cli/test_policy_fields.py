@@ -45,7 +45,7 @@ def everything(**options: Any) -> Policy:
 def test_a_field_goes_through_json(field: PolicyField) -> None:
     policy = with_another(field)
     assert Policy.from_dict(json.loads(json.dumps(policy.as_dict()))) == policy
-    assert policy.words.startswith(field.name)
+    assert policy.description.startswith(field.name)
 
 
 @each_field
@@ -65,7 +65,7 @@ def test_rows_and_a_share_are_told_apart() -> None:
         "0.1": "top_k=10 % of the changed rows",
         "1e-3": "top_k=0.1 % of the changed rows",
     }.items():
-        assert everything.main(["--top-k", written], standalone_mode=False).words == said
+        assert everything.main(["--top-k", written], standalone_mode=False).description == said
     for written in ("1.0", "10.0", "1e1"):
         with pytest.raises(click.UsageError, match="expected a whole number of rows such as 10, without a point"):
             everything.main(["--top-k", written], standalone_mode=False)
@@ -75,7 +75,7 @@ def test_rows_and_a_share_are_told_apart() -> None:
 
 
 def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:
-    flags = {flag: field.words.replace("`", "") for field in FIELDS for flag in field.flags}
+    flags = {flag: field.description.replace("`", "") for field in FIELDS for flag in field.flags}
     found = {flag: option for option in options_of(everything).values() for flag in option.opts}
     assert found.keys() == flags.keys()
     assert all((found[flag].help or "").startswith(words) for flag, words in flags.items())
@@ -86,7 +86,7 @@ def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_wor
 @each_field
 def test_a_body_over_http_is_described_by_the_declaration(field: PolicyField) -> None:
     described = ConsumerBody.model_json_schema()["properties"]["policy"]["properties"][field.name]
-    assert described["description"] == field.words
+    assert described["description"] == field.description
     assert described["default"] == Policy().as_dict()[field.name]
     types = {"array": list, "boolean": bool, "number": float, "integer": int}
     value = with_another(field).as_dict()[field.name]

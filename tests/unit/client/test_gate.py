@@ -13,7 +13,7 @@ from tests.support.examples import stateful
 from tests.support.threads import WAIT, threads
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.local import Gate, Turns
+from deltasync.client.targets.local import Gate, LockOrder
 
 PEOPLE = range(8)
 
@@ -32,7 +32,7 @@ class Fairness(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns()
+        self.turns = LockOrder()
         self.readers: dict[int, int] = {}
         self.writer: int | None = None
         self.waiting: dict[int, Waiting] = {}  # In the order in which they came.

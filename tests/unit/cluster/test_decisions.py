@@ -18,8 +18,8 @@ from deltasync.cluster.bucket import (
     to_consumer,
     to_member,
 )
-from deltasync.cluster.heirs import heir_of, next_after, next_steps, ranked, responsibility_for
 from deltasync.cluster.member import Claim, Member
+from deltasync.cluster.placement import heir_of, next_after, next_steps, ranked, responsibility_for
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
 processes = st.sets(st.sampled_from("abcdefgh"), min_size=1)

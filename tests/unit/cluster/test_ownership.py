@@ -13,9 +13,9 @@ from tests.unit.support.async_tests import as_test
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, StorageFailed
 from deltasync.base.events import Event, EventKind, EventLog, event_text
-from deltasync.cluster.heirs import heir_of
 from deltasync.cluster.member import Member
-from deltasync.cluster.owners import Alone, Owners
+from deltasync.cluster.owners import Owners, SingleProcess
+from deltasync.cluster.placement import heir_of
 
 MODEL = "ads"
 
@@ -387,7 +387,7 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
         owners.check("ads")
         await owners.close()
 
-    asyncio.run(scenario(Alone(ME)))
+    asyncio.run(scenario(SingleProcess(ME)))
 
 
 def test_it_needs_no_client_of_brokers() -> None:

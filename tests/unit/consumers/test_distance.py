@@ -8,7 +8,7 @@ from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.consumers.follow import BACK, STAY, Distance, Follow, Objection, next_version
+from deltasync.consumers.follow import BACK, STAY, Follow, Objection, RolloutDelay, next_version
 from deltasync.consumers.serving_history import HistoryLine, seconds_since_held
 
 SECOND = 10**9
@@ -51,7 +51,7 @@ def step(
     objection: Objection | None = None,
     on_objection: str = STAY,
 ) -> tuple[int | None, str]:
-    distance = Distance("canary", behind, on_objection, None if before is None else KEPT[before])
+    distance = RolloutDelay("canary", behind, on_objection, None if before is None else KEPT[before])
     follows = Follow(KEPT[at], 0, "me", distance)
     kept, why = next_version(follows, distance, KEPT, history, objection)
     return kept.version if kept else None, why
@@ -138,18 +138,18 @@ def test_it_goes_back_once_on_an_objection_if_asked_to() -> None:
     version, why = step([], at=1, before=0, objection=objection, on_objection=BACK)
     assert version == 10
     assert "goes back, because consumer 'canary' objects" in why
-    follows = Follow(KEPT[1], 0, "me", Distance("canary", 2.0, BACK, KEPT[0]))
+    follows = Follow(KEPT[1], 0, "me", RolloutDelay("canary", 2.0, BACK, KEPT[0]))
     assert follows.ids == {"10", "20"}
     back = follows.gone_on(KEPT[0], 9, "itself")
-    assert back.distance == Distance("canary", 2.0, BACK)
-    assert back.gone_on(KEPT[2], 9, "itself").distance == Distance("canary", 2.0, BACK, KEPT[0])
+    assert back.distance == RolloutDelay("canary", 2.0, BACK)
+    assert back.gone_on(KEPT[2], 9, "itself").distance == RolloutDelay("canary", 2.0, BACK, KEPT[0])
 
 
 def test_values_that_mean_nothing_are_refused() -> None:
     with pytest.raises(InvalidInput, match="behind_seconds: -1"):
-        Distance("canary", -1)
+        RolloutDelay("canary", -1)
     with pytest.raises(InvalidInput, match="on_objection: 'away', expected stay or back"):
-        Distance("canary", 1, "away")
+        RolloutDelay("canary", 1, "away")
     for reason in ("", "a\nb", "x" * 401):
         with pytest.raises(InvalidInput, match="reason: use 1 to 400"):
             Objection(1, "me", reason)

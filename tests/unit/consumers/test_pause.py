@@ -41,7 +41,7 @@ def test_a_pause_comes_back_as_it_was_written_down() -> None:
 
 
 def test_it_says_since_when_by_whom_and_why() -> None:
-    assert PAUSE.words == "paused since 2023-11-14T22:13:20Z by anna@ops (127.0.0.1:4711): nonsense"
+    assert PAUSE.description == "paused since 2023-11-14T22:13:20Z by anna@ops (127.0.0.1:4711): nonsense"
 
 
 @pytest.mark.parametrize("reason", ["x" * 401, "two\nlines", "\x1b[2J"])
@@ -62,12 +62,12 @@ def test_a_pause_goes_on_and_its_reason_is_kept_whoever_pauses_again() -> None:
 
 def test_a_quarantine_says_from_which_version_to_which_however_many_there_are() -> None:
     quarantine = extended(None, 2, "row 7 has norm 1e6")
-    assert quarantine.words == "version 2 is in quarantine: row 7 has norm 1e6"
+    assert quarantine.description == "version 2 is in quarantine: row 7 has norm 1e6"
     assert extended(quarantine, 2, "it is sealed at a second try") == quarantine
     for version in range(5, 100_000, 5):
         quarantine = extended(quarantine, version, "another row has norm 1e9")
-    assert quarantine.words == "20000 versions from 2 to 99995 are in quarantine: row 7 has norm 1e6"
-    assert len(extended(None, 1, "x" * 500).words) <= 400
+    assert quarantine.description == "20000 versions from 2 to 99995 are in quarantine: row 7 has norm 1e6"
+    assert len(extended(None, 1, "x" * 500).description) <= 400
 
 
 def test_a_quarantine_that_goes_on_takes_the_place_of_what_it_was_beside_the_reasons_of_others() -> None:

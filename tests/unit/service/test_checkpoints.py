@@ -26,7 +26,7 @@ from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied
 from deltasync.cluster.member import Member
-from deltasync.cluster.owners import Alone
+from deltasync.cluster.owners import SingleProcess
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore, LogUnavailable
@@ -45,7 +45,7 @@ class Process:
     def __init__(self, service: Service, logs: ManyLogs, url: str, name: str) -> None:
         self.service, self.logs, self.place = service, logs, Place(url)
         self.hosting = service.hosting(logs)
-        service.join(Alone(Member(name, "", "")))  # Whoever asks is at the right one.
+        service.join(SingleProcess(Member(name, "", "")))  # Whoever asks is at the right one.
         self.stored = CheckpointStore(MODEL, self.place)
 
     async def take(self) -> None:

@@ -9,7 +9,7 @@ from tests.support.local_service import SetClock, join, publish, run, send
 from tests.support.wire import part
 
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.follow import Distance
+from deltasync.consumers.follow import RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
@@ -46,7 +46,7 @@ async def rollout(service: Service, behind: float) -> tuple[Consumer, Consumer]:
     fleet = await service.consumers.create("fleet", MODEL, Policy())
     session = await publish(service)
     await service.versions.keep(MODEL, "one")
-    await service.following.follow_consumer("fleet", Distance("canary", behind), "one")
+    await service.following.follow_consumer("fleet", RolloutDelay("canary", behind), "one")
     await cut(session, 2)
     await service.versions.keep(MODEL, "two")
     return canary, fleet

@@ -15,7 +15,7 @@ from deltasync.base.errors import Contradiction, InvalidInput, NotFound, Storage
 from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.consumers.follow import Distance
+from deltasync.consumers.follow import RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.kept_versions import outdated
@@ -139,7 +139,7 @@ async def test_a_schedule_keeps_what_the_canary_holds(service: Service) -> None:
     canary = await service.consumers.create("canary", MODEL, Policy())
     await service.consumers.create("fleet", MODEL, Policy())
     await service.versions.keep(MODEL, "first")
-    await service.following.follow_consumer("fleet", Distance("canary", 60.0), "first")
+    await service.following.follow_consumer("fleet", RolloutDelay("canary", 60.0), "first")
     replica = service.registry.connect(canary, "a", asyncio.Event(), "process")
 
     async def wait(seconds: int) -> list[int]:

@@ -40,12 +40,12 @@ async def test_who_could_not_go_on_is_paused_after_a_restart_too(
 
     await publish(service)
     await service.registry.create("c", "clicks", Policy())
-    await service.brake.pull("c", "", "anna")
+    await service.pauses.pause("c", "", "anna")
     await service.consumers.update("c", Policy(top_k=3))
     with monkeypatch.context() as patch:
         patch.setattr(ViewRegistry, "follow", fails)
         with pytest.raises(type(error)):
-            await service.brake.release("c", "anna")
+            await service.pauses.resume("c", "anna")
     after = ConsumerRegistry(service.logs, 1.0, service.events)
     assert service.registry.get("c").pause == after.get("c").pause is not None
 
@@ -118,10 +118,10 @@ async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_pa
         assert await is_held(service, "late")
         await service.consumers.delete("late", "anna")
         assert await is_held(service, "late")
-        await service.brake.release("late", "anna")
+        await service.pauses.resume("late", "anna")
         assert await is_held(service, "later")  # Of "configured" nobody has said that it may go on.
-        await service.brake.release("configured", "anna")
-        await service.brake.release("later", "anna")
+        await service.pauses.resume("configured", "anna")
+        await service.pauses.resume("later", "anna")
         assert not await is_held(service, "last")
 
 
@@ -130,9 +130,9 @@ async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) 
     for name in ("mine", "theirs"):
         await service.consumers.create(name, "clicks", Policy())
     await service.registry.hold_back("clicks", 2, WHY)
-    await service.brake.release("theirs", "anna")
-    await service.brake.pull("theirs", "a look", "anna")
-    await service.brake.release("mine", "anna")
+    await service.pauses.resume("theirs", "anna")
+    await service.pauses.pause("theirs", "a look", "anna")
+    await service.pauses.resume("mine", "anna")
     assert service.registry.get("theirs").pause
     assert not await is_held(service, "late")
 
@@ -141,7 +141,7 @@ async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) 
 async def test_many_versions_in_quarantine_are_one_pause_and_one_event(service: Service) -> None:
     for name in ("a", "b"):
         await service.consumers.create(name, "clicks", Policy())
-    await service.brake.pull("b", "mine", "anna")
+    await service.pauses.pause("b", "mine", "anna")
     for version in range(2, 30):
         await service.registry.hold_back("clicks", version, WHY)
     words = f"28 versions from 2 to 29 are in quarantine: {WHY}"

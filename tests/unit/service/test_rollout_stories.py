@@ -16,7 +16,7 @@ from tests.support.seals import sealed
 
 from deltasync.base.events import Event, EventKind, Events
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.consumers.follow import Distance, Follow
+from deltasync.consumers.follow import Follow, RolloutDelay
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -68,7 +68,7 @@ class World:
             await self.registry.create(name, "m", Policy())
         self.publish()
         self.keep()
-        distance = Distance("canary", BEHIND)
+        distance = RolloutDelay("canary", BEHIND)
         await self.registry.follow("fleet", Follow(self.kept[0], 0, "me", distance))
 
     def start(self) -> None:
@@ -211,7 +211,7 @@ class World:
             was_held |= same and all(given.version in look.held.get(each, ()) for each in now.connected)
             seconds += look.seconds if counts and same else 0.0
             counts = same and was_held
-        assert seconds >= BEHIND, f"{given.words} was given after {seconds} s"
+        assert seconds >= BEHIND, f"{given.description} was given after {seconds} s"
 
     def position(self, version: int) -> Position:
         return Position("h", version, self.seals.checksum_of(version))

@@ -18,7 +18,7 @@ from tests.support.wire import part
 from deltasync.base.errors import StorageFailed
 from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.store import NotCopied
-from deltasync.consumers.follow import LIVE, Distance
+from deltasync.consumers.follow import LIVE, RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.options import ServiceOptions
@@ -110,7 +110,7 @@ def test_nothing_else_waits_for_silent_storage(tmp_path: Path, storage: Controll
                 await until(lambda: view_of(service, "new").position.number)
                 await service.following.follow("fleet", "two")
                 await service.following.follow("fleet", LIVE)
-                await service.following.follow_consumer("fleet", Distance("ranked", 0.0), "one")
+                await service.following.follow_consumer("fleet", RolloutDelay("ranked", 0.0), "one")
                 await publish(service, model="other")
                 position = await roll_back(service.models, MODEL, "two", service.events, "me")
                 assert position.number == 5

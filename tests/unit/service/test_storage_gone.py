@@ -19,7 +19,7 @@ from deltasync.base.errors import Contradiction, StorageFailed
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.follow import BACK, LIVE, Distance
+from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
@@ -167,7 +167,7 @@ async def test_a_follower_goes_on_and_back_without_storage(
         await service.consumers.create(name, MODEL, Policy())
     await service.versions.keep(MODEL, "one")
     consumer = connected(service, "fleet")
-    await service.following.follow_consumer("fleet", Distance("canary", 0.0, BACK), "one")
+    await service.following.follow_consumer("fleet", RolloutDelay("canary", 0.0, BACK), "one")
     await until(lambda: view_of(service, "fleet").arrived(consumer.policy))
     one = rows_of(service, "fleet")
     await change(session, 2)

@@ -14,7 +14,7 @@ from tests.support.local_service import join, opened, publish, run, send, view_o
 from tests.support.wire import USER, part
 
 from deltasync.base.events import Event, EventKind
-from deltasync.consumers.follow import BACK, LIVE, Distance
+from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
@@ -129,7 +129,7 @@ def test_every_action_is_done_or_not_whenever_it_ends(
         await play.do(lambda: follow.follow("fleet", "one"))
         await play.do(lambda: follow.object("canary", "its AUC fell"))
         await play.do(lambda: follow.follow("fleet", LIVE))
-        distance = Distance("canary", 60.0, BACK)
+        distance = RolloutDelay("canary", 60.0, BACK)
         await play.do(lambda: follow.follow_consumer("fleet", distance, "two"))
         await play.do(lambda: follow.withdraw("canary"))
         await play.do(lambda: versions.keep(MODEL))

@@ -7,13 +7,13 @@ import pytest
 
 from deltasync.base.errors import Owner
 from deltasync.cluster.member import Member
-from deltasync.cluster.owners import Alone
+from deltasync.cluster.owners import SingleProcess
 from deltasync.status.overview import process_statuses
 
 ME, OTHER = Member("a", "a:1", "http://a"), Member("b", "b:1", "http://b")
 
 
-class Expiring(Alone):
+class Expiring(SingleProcess):
     """Process `a`, which sees the lease of `b` expire at the given look at the clock."""
 
     def __init__(self, look: int) -> None:

@@ -66,5 +66,5 @@ def test_no_record_has_a_title_twice() -> None:
 
 def test_all_wordsrecord_metrics_are_sentences() -> None:
     for each in (path.shown for record in RECORDS for path in declared(record)):
-        assert each.words.endswith(".")
-        assert each.words[0].isupper() or each.words[0].isdigit()
+        assert each.description.endswith(".")
+        assert each.description[0].isupper() or each.description[0].isdigit()

@@ -219,10 +219,10 @@ class Side(Generic[C, R]):
 
 
 class Gate:
-    """A lock for readers and writers, in the order of `Turns`."""
+    """A lock for readers and writers, in the order of `LockOrder`."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns = LockOrder()
         # After a fork, no thread would release locks and turns of the parent's other threads.
         self._fork_guard = ForkGuard("a target")
         # Garbage collection may end an abandoned reading at any point of this thread, even while it has the lock.
@@ -242,7 +242,7 @@ class Gate:
         with self._lock:
             if self._turns.writer == who:
                 raise Contradiction("reading() in a thread that applies a release would wait for itself")
-            self._come(who, self._turns.read)
+            self._acquire(who, self._turns.read)
         try:
             yield
         finally:
@@ -263,7 +263,7 @@ class Gate:
                 raise Contradiction(
                     "a release cannot be applied inside reading() or apply(), because it would wait for itself"
                 )
-            self._come(who, self._turns.write, _PATIENCE_SECONDS)
+            self._acquire(who, self._turns.write, _PATIENCE_SECONDS)
         try:
             yield
         finally:
@@ -273,7 +273,7 @@ class Gate:
         """Whether this thread is a reader."""
         return threading.get_ident() in self._turns.readers
 
-    def _come(self, who: int, comes: Callable[[int], bool], patience: float | None = None) -> None:
+    def _acquire(self, who: int, comes: Callable[[int], bool], patience: float | None = None) -> None:
         if comes(who):
             return
         try:
@@ -303,7 +303,7 @@ class Gate:
             self._moved.notify_all()
 
 
-class Turns:
+class LockOrder:
     """The order in which readers and writers enter a `Gate`, without threads.
 
     Readers and writers take turns. A reader enters at once unless a writer is inside or waits. Otherwise it waits

@@ -26,7 +26,7 @@ from deltasync.cluster.member import Claim, ClusterOptions, Member
 _START_TRIES = 8
 
 
-class Ledger:
+class LeaseStore:
     """Reads and writes the bucket. Used in the event loop.
 
     A write names the revision in the local copy, and therefore never replaces an entry that this process has not
@@ -136,8 +136,8 @@ _TRIES = 3
 class ConsumerNames:
     """The consumer names that this process has reserved for its models. Used in the event loop."""
 
-    def __init__(self, ledger: Ledger, copy: BucketCopy) -> None:
-        self._ledger, self._copy = ledger, copy
+    def __init__(self, leases: LeaseStore, copy: BucketCopy) -> None:
+        self._leases, self._copy = leases, copy
         self._reserved = dict[str, str]()
 
     async def reserve(self, name: str, model: str) -> None:
@@ -192,9 +192,9 @@ class ConsumerNames:
         if self._copy.stored_consumers.get(name, "") == model:
             return True
         try:
-            await self._ledger.write_consumer(name, model)
+            await self._leases.write_consumer(name, model)
         except Changed:
-            await self._ledger.read()
+            await self._leases.read()
             return False
         return True
 
@@ -210,14 +210,14 @@ class Heartbeat:
         self,
         options: ClusterOptions,
         me: Member,
-        ledger: Ledger,
+        leases: LeaseStore,
         copy: BucketCopy,
         events: Events,
         clock_ns: Callable[[], int],
     ) -> None:
         self.me = me
         self._options = options
-        self._ledger = ledger
+        self._leases = leases
         self._copy = copy
         self._events = events
         self._clock_ns = clock_ns
@@ -244,7 +244,7 @@ class Heartbeat:
     @property
     def due(self) -> bool:
         """Whether the next heartbeat is due."""
-        return self.seconds_left == 0.0 or self._ledger.stale
+        return self.seconds_left == 0.0 or self._leases.stale
 
     def change(self, *, draining: bool) -> None:
         """Change the entry that the next heartbeat writes."""
@@ -260,8 +260,8 @@ class Heartbeat:
         self.me = replace(self.me, models=models)
         try:
             # In a new bucket, the revision may be lower than in the lost one.
-            if self._ledger.stale or self._copy.followed(key_of(PROCESS, self.me.name)) != self._revision:
-                await self._ledger.read()
+            if self._leases.stale or self._copy.followed(key_of(PROCESS, self.me.name)) != self._revision:
+                await self._leases.read()
             self._revision = await self._write()
             self._confirmed_ns = began_ns
             self._report(None)
@@ -273,18 +273,18 @@ class Heartbeat:
         if self._superseded:
             return
         try:
-            await self._ledger.erase_member(self.me.name)
+            await self._leases.erase_member(self.me.name)
         except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "the entry of this process could not be removed", error)
 
     async def _write(self) -> int:
         self._give_way()
         try:
-            return await self._ledger.write_member(self.me)
+            return await self._leases.write_member(self.me)
         except Changed:
-            await self._ledger.read()
+            await self._leases.read()
         self._give_way()
-        return await self._ledger.write_member(self.me)
+        return await self._leases.write_member(self.me)
 
     def _give_way(self) -> None:
         me, other = self.me, self._copy.member(self.me.name)
