@@ -28,7 +28,6 @@ from deltasync.core.tables import FREE_ID
 
 RAW_IDS = TableSpec("user.raw_ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
 TABLES = [USER, ITEM, RAW_IDS]
-pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {
     "half": Policy(value_type=ValueType.FP16),
     "quantised": Policy(value_type=ValueType.INT8_TBE),

@@ -23,10 +23,7 @@ TABLES = [
     TableSpec("over.bias", 1, 1, kind=TableKind.PARAMETER),
 ]
 
-pytestmark = [
-    pytest.mark.usefixtures("quick"),
-    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 POLICIES: dict[str, Policy] = {}
 # Idle streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02}

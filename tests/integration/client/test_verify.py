@@ -19,7 +19,6 @@ def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     return deltasync("verify", "predictors", "--service", service.http, *arguments, token="secret")  # noqa: S106
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_command_names_the_replica_and_table_that_differ(
     service: RunningService, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +43,6 @@ def test_the_command_names_the_replica_and_table_that_differ(
         assert "has no replicas" in verify(service)[2]  # Of guests nobody is asked.
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_replica_that_shows_nothing_hides_no_other(service: RunningService, trainer: Trainer) -> None:
     module = nn.Module()
     module.user = nn.EmbeddingBag(USER.rows, USER.dim)

@@ -216,7 +216,7 @@ def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) 
 
 def test_the_file_gives_its_policies_at_every_start(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
-    config.write_text('consumer = ["plain=clicks"]\n[consumers.top]\nmodel = "clicks"\ntop_k = 0.1\n')
+    config.write_text('[consumers]\nplain = "clicks"\n[consumers.top]\nmodel = "clicks"\ntop_k = 0.1\n')
     service = ServiceProcess(tmp_path / "data", "--config", str(config))
     with service:
         assert policies_of(service) == {"plain": {}, "top": {"top_k": 0.1}}

@@ -6,7 +6,8 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.fleet import (
 )
 from tests.support.local_service import back_up
 from tests.support.process import ServiceProcess
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 
 from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.file_storage import Place
@@ -371,9 +372,11 @@ def test_a_backup_ends_once_its_client_disconnects(
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
     window = Window(monkeypatch)
-    with pytest.raises(ServiceUnavailable):
-        admin_of(running).backup(str(tmp_path / "left"), timeout_seconds=0.5)
-    assert window.reached.is_set()
+    body = json.dumps({"url": str(tmp_path / "left")})
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    with closing(HTTPConnection(running.http.removeprefix("http://"))) as client:
+        client.request("POST", "/backup", body, headers)
+        assert window.reached.wait(WAIT)
     monkeypatch.undo()
     _made_soon(admin_of(running), tmp_path)
     assert list((tmp_path / "left").iterdir()) == []
