@@ -70,7 +70,7 @@ class _Training:
 
 
 class _Tracking:
-    """LockOrder with a tracker."""
+    """Turns with a tracker."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -98,12 +98,12 @@ def is_due(view: View, policy: Policy) -> bool:
     return next_action(policy, situation, 10**18).action is Action.ROWS
 
 
-# LockOrder in which a release updates one row.
+# Turns in which a release updates one row.
 SINGLE_ROWS = ReleaseOptions(turn_seconds=0, updated_bytes=1)
 
 
 def small_blocks(nbytes: int) -> ReleaseOptions:
-    """LockOrder in which a release copies or compares at most these bytes, and cuts come in between."""
+    """Turns in which a release copies or compares at most these bytes, and cuts come in between."""
     return ReleaseOptions(turn_seconds=0, copied_bytes=nbytes, compared_bytes=nbytes)
 
 

@@ -94,7 +94,7 @@ def _option(flag: str, help_text: str, **settings: Any) -> Callable[[F], F]:
 
 
 _RIGHTS = (
-    _option("--ca", "PEM file of the CA of the service's certificate. LockOrder TLS on.", type=_FILE),
+    _option("--ca", "PEM file of the CA of the service's certificate. Turns TLS on.", type=_FILE),
     _option("--cert", "PEM file of the client certificate.", type=_FILE),
     _option("--key", "PEM file of the key of --cert.", type=_FILE),
     _option("--server-name", "Name in the service's certificate, if it differs from the host."),

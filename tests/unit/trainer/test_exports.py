@@ -35,9 +35,9 @@ class Model(nn.Module):
     def __init__(self, rows: int = 9000, hidden: int = 6, dtype: DataType = DataType.FP16) -> None:
         super().__init__()
         self.bags = EmbeddingBagCollection(tables=[_bag("user", rows, DataType.FP32), _bag("item", 5, dtype)])
-        self.description = nn.Embedding(7, 4)
+        self.words = nn.Embedding(7, 4)
         self.over = nn.Linear(4, 7, bias=False)
-        self.over.weight = self.description.weight
+        self.over.weight = self.words.weight
         self.layers = nn.Sequential(nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Conv1d(2, 3, 2))
         self.scale = nn.Parameter(torch.randn(()))
 
@@ -71,21 +71,21 @@ def test_every_tensor_is_loaded_bit_by_bit(file: Path) -> None:
     state = load_export(loaded, file)
     assert bits(loaded) == bits(model(1))
     assert (state["history"], state["version"], state["seal"]) == ("history", 3, 2**63 + 5)
-    assert loaded.over.weight is loaded.description.weight
+    assert loaded.over.weight is loaded.words.weight
 
 
 def test_only_changes_since_then_are_due_after_a_load(file: Path) -> None:
     loaded = model(2)
     sync = DeltaSync(loaded, SyncOptions(service="localhost:1", model="clicks", publish_every=100))
     with torch.no_grad():
-        loaded.description.weight[2] = 5
+        loaded.words.weight[2] = 5
     sync.step()
     sync.load_state_dict([load_export(loaded, file)])
     assert sync.metrics()["version"] == 3
     assert sync.tracker.steps == 7
     assert not sync.tracker.get_delta_ids().ids
     with torch.no_grad():
-        loaded.description.weight[4] = 5
+        loaded.words.weight[4] = 5
         loaded.scale.fill_(3)
     sync.step()
     due = {name: ids.tolist() for name, ids in sync.tracker.get_delta_ids().ids.items()}

@@ -36,10 +36,10 @@ def test_ranks_begin_again_under_another_plan(service: ServiceProcess, tmp_path:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.description, self.over = nn.Embedding(500, 4), nn.Linear(4, 1)
+        self.words, self.over = nn.Embedding(500, 4), nn.Linear(4, 1)
 
     def change(self, *ids: int) -> None:
-        self.description.weight.data[list(ids)] += 1
+        self.words.weight.data[list(ids)] += 1
 
 
 def test_only_rows_that_were_published_later_and_new_changes_are_published(

@@ -40,7 +40,7 @@ class Features:
 
 
 class Featurizer:
-    """LockOrder a stream of events into features, with counts and histories of the events so far.
+    """Turns a stream of events into features, with counts and histories of the events so far.
 
     The features only depend on the order of the events, not on how calls split the stream. Raw ids get rows of a
     table in the order of their first appearance. Once a table is full, further ids share rows by their hash, with

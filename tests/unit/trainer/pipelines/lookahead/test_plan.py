@@ -40,7 +40,7 @@ class Model(nn.Module):
 
     def __init__(self, call: Callable[[Any, Any], Any], **modules: nn.Module) -> None:
         super().__init__()
-        self.description, self.sharded = Words(), Sharded()
+        self.words, self.sharded = Words(), Sharded()
         self.parameter = nn.Parameter(torch.zeros(1))
         self.register_buffer("offset", torch.ones(1))
         for name, module in modules.items():
@@ -69,13 +69,13 @@ def done_ahead(model: Model, batch: Any) -> Any:
 
 
 def test_what_no_lookup_needs_is_not_done_ahead() -> None:
-    plan = plan_of(lambda m, b: (m.description(b.other), m.sharded(b.one), m.description(b.one, 1)))
+    plan = plan_of(lambda m, b: (m.words(b.other), m.sharded(b.one), m.words(b.one, 1)))
     assert [str(node.op) for node in plan.nodes] == ["placeholder", "call_function"]
     assert plan.preprocessing == {}
 
 
 def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
-    plan = plan_of(lambda m, b: m.description(b.one))
+    plan = plan_of(lambda m, b: m.words(b.one))
     assert plan == LookAheadPlan()
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
         (lambda m, b: m.sharded(b.one + "!"), {"sharded": "its input is changed on the way, by add"}),
         (lambda m, b: m.sharded(b.one.upper()), {"sharded": "its input is changed on the way, by upper"}),
         (lambda m, b: m.sharded(torch.cat([b.one])), {"sharded": "its input is changed on the way, by cat"}),
-        (lambda m, b: m.sharded([m.description(b.one), {"a": -b.one}]), {"sharded": "changed on the way, by neg"}),
+        (lambda m, b: m.sharded([m.words(b.one), {"a": -b.one}]), {"sharded": "changed on the way, by neg"}),
         (lambda m, b: m.sharded(b.one) + m.sharded(b.one), {"sharded": "it is called 2 times in one forward"}),
         (lambda m, _: m.sharded(1), {"sharded": "it is called without anything from the batch"}),
         (lambda m, b: m.sharded(b.one, m.parameter), {"sharded": "its input is the parameter 'parameter'"}),
@@ -97,11 +97,11 @@ def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
             {"sharded": "module 'linear' has parameters to train", "linear": "has parameters to train"},
         ),
         (
-            lambda m, _: m.sharded(m.description()),
+            lambda m, _: m.sharded(m.words()),
             {"sharded": "module 'words' is called without arguments", "words": "called without arguments"},
         ),
         (
-            lambda m, b: m.sharded(m.description(m.more(b.one))),
+            lambda m, b: m.sharded(m.words(m.more(b.one))),
             {"sharded": "its input comes from the sharded module 'more'", "words": "the sharded module 'more'"},
         ),
         (
@@ -140,7 +140,7 @@ def test_a_constant_that_a_trace_cannot_hold_leaves_its_module_to_forward_and_no
     for argument in (constant, [constant], {"a": (1, constant)}, slice(constant)):
         plan = plan_of(
             lambda m, b, argument=argument: [  # type: ignore[misc]
-                m.sharded(m.others(m.description(b.one, argument))),
+                m.sharded(m.others(m.words(b.one, argument))),
                 m.more(m.others(b.other, 1)),
                 m.late(argument),
             ],
@@ -168,7 +168,7 @@ def test_lookups_and_parts_of_the_batch_may_depend_on_a_constant_that_a_trace_ca
 
 
 def test_one_sharded_module_is_done_ahead_and_another_is_not() -> None:
-    plan = plan_of(lambda m, b: (m.more(m.description(b.one)), m.sharded(b.other + "!")), more=Sharded())
+    plan = plan_of(lambda m, b: (m.more(m.words(b.one)), m.sharded(b.other + "!")), more=Sharded())
     assert list(plan.lookups) == ["more"]
     assert list(plan.preprocessing) == ["words"]
     assert list(plan.reasons) == ["sharded"]
@@ -176,7 +176,7 @@ def test_one_sharded_module_is_done_ahead_and_another_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["words", "sharded"])
 def test_what_is_given_up_is_not_done_ahead(name: str) -> None:
-    plan = plan_of(lambda m, b: m.sharded(m.description(b.one)), {name: "because"})
+    plan = plan_of(lambda m, b: m.sharded(m.words(b.one)), {name: "because"})
     assert plan.lookups == {}
     assert plan.nodes == []
     assert plan.reasons[name] == "because"
@@ -198,7 +198,7 @@ def test_containers_are_made_anew_each_time() -> None:
 def test_arguments_that_forward_has_defaults_for() -> None:
     class Defaults(Model):
         def forward(self, batch: Any, by: int = 3, also: Any = None) -> Any:
-            return self.sharded(self.description(batch.one, by, also))
+            return self.sharded(self.words(batch.one, by, also))
 
     model = Defaults(lambda *_: None)
     model(Batch())
@@ -209,7 +209,7 @@ def test_a_chain_in_which_each_result_is_used_twice() -> None:
     def call(model: Any, batch: Any) -> Any:
         value = batch.one
         for _ in range(100):
-            value = model.description(model.description(value, 1), model.description(value, 2))
+            value = model.words(model.words(value, 1), model.words(value, 2))
         return model.sharded(value)
 
     assert len(plan_of(call).nodes) == 302
@@ -242,19 +242,19 @@ CALLS = st.lists(
 def _called(model: Any, kind: str, inputs: list[Any], constant: Any) -> Any:
     match kind:
         case "list":
-            return model.description([constant, *inputs])
+            return model.words([constant, *inputs])
         case "dict":
-            return model.description({"a": inputs, "b": {"c": constant}})
+            return model.words({"a": inputs, "b": {"c": constant}})
         case "tuple":
-            return model.description((constant, (*inputs,)))
+            return model.words((constant, (*inputs,)))
         case "named tuple":
-            return model.description(Pair(inputs[0], constant), *inputs[1:])
+            return model.words(Pair(inputs[0], constant), *inputs[1:])
         case "keywords":
-            return model.description(inputs[0], by=inputs[1:], also=constant)
+            return model.words(inputs[0], by=inputs[1:], also=constant)
         case "slice":
-            return model.description(slice(inputs[0], constant), *inputs[1:])
+            return model.words(slice(inputs[0], constant), *inputs[1:])
         case _:
-            return model.description(*inputs, constant)
+            return model.words(*inputs, constant)
 
 
 @given(CALLS)
