@@ -387,8 +387,10 @@ class CutCoordinator:
             return
         except LogFull as full:
             error = full
-            with contextlib.suppress(Contradiction):
+            try:
                 self.check_room(current, refused=True)
+            except Contradiction as never:
+                error = never
         except DeltasyncError as known:
             error = known
         except Exception as unforeseen:  # noqa: BLE001  # an error of one model must not affect others

@@ -375,7 +375,7 @@ def _receive(state: State, event: RowsArrived) -> Transition:
             return Transition(state, (Skip(),), "this version is sealed, and the answer may have been lost")
         text = f"part of step {step}, but step {newest.step} of this run is already published"
         return _refused(state, Contradiction(text))
-    if cut and cut.run == run and step == cut.step and rank in cut.closed:
+    if cut and cut.run.id == run.id and step == cut.step and rank in cut.closed:
         return Transition(state, (Skip(),), "an earlier stream of this rank has sent its part")
     if cut and cut.phase is not Phase.ARRIVING:
         text = f"part of step {step} while the cut of step {cut.step} is being sealed"
@@ -390,7 +390,8 @@ def _receive(state: State, event: RowsArrived) -> Transition:
         cut = CutState(state.cuts + 1, newest.version + 1, step, run)
         state, actions = replace(state, cuts=cut.number), (*actions, BeginCut(cut))
     if cut.parts.get(rank) != event.stream:
-        cut, actions = replace(cut, parts={**cut.parts, rank: event.stream}), (*actions, BeginPart(rank))
+        parts, closed = {**cut.parts, rank: event.stream}, cut.closed - {rank}
+        cut, actions = replace(cut, parts=parts, closed=closed), (*actions, BeginPart(rank))
     return Transition(replace(state, cut=cut), actions)
 
 

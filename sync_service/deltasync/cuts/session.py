@@ -228,7 +228,7 @@ class PublishSession:
         open_cut, begins = self.coordinator.receive(self.stream, self.rank, step)
         if open_cut is None:
             return None
-        if begins or self._part is None:
+        if begins or self._part is None or self._part[0] is not open_cut:
             self._part = open_cut, self._begin(open_cut)
         return self._part
 
