@@ -40,6 +40,7 @@ class RankStream:
 
     Attributes:
         number: its number.
+        rank: the rank.
         process: the name of the rank's process.
         tables: the tables of its run.
         takes_deletes: whether it deletes rows on request.
@@ -50,6 +51,7 @@ class RankStream:
     """
 
     number: int
+    rank: int
     process: str
     tables: list[TableSpec]
     takes_deletes: bool
@@ -179,7 +181,7 @@ class CutCoordinator:
         tables = self._checked_tables(opening.run, specs)
         self._check_goes_on(opening)  # Again: a rollback may have ended meanwhile.
         self._do(self._joined(opening, number, tables))
-        stream = RankStream(number, opening.run.process, specs, opening.takes_deletes)
+        stream = RankStream(number, opening.rank, opening.run.process, specs, opening.takes_deletes)
         self.sessions[opening.rank] = stream
         return stream
 
@@ -223,12 +225,11 @@ class CutCoordinator:
 
     # Parts of a cut.
 
-    def receive(self, stream: RankStream, rank: int, step: int) -> tuple[OpenCut | None, bool]:
-        """Find the cut for rows of a rank after a step; begins a new one if they are the first of a later step.
+    def receive(self, stream: RankStream, step: int) -> OpenCut | None:
+        """Find the cut for a rank's rows after a step, or begin it with the first rows of a later step.
 
         Returns:
-            The cut, and whether the rank's part of it begins with these rows. No cut: ignore the rows, because the
-            rank's part is whole already.
+            The cut; None if the rank's part is already whole, so that the rows do not count.
 
         Raises:
             Contradiction: the cut under way is of a later step.
@@ -236,22 +237,19 @@ class CutCoordinator:
             ServiceUnavailable: the model was deleted, or has left this process.
         """
         self._check_not_retired()
-        actions = self._do(machine.RowsArrived(rank, stream.number, step))
-        if machine.Skip() in actions:
-            return None, False
-        return self.open_cut, any(isinstance(each, machine.BeginPart) for each in actions)
+        skipped = machine.Skip() in self._do(machine.RowsArrived(stream.rank, stream.number, step))
+        return None if skipped else self.open_cut
 
-    def close(self, stream: RankStream, rank: int, step: int) -> None:
+    def close(self, stream: RankStream, step: int) -> None:
         """Record that a rank's part is whole; after the last one, the cut is sealed."""
-        self._do(machine.PartClosed(rank, stream.number, step))
+        self._do(machine.PartClosed(stream.rank, stream.number, step))
 
     def sealed(self, step: int) -> "asyncio.Future[Position]":
-        """The position of the cut after a step, of which a rank has closed its part: once replicas can get it."""
+        """The future position of a cut of which a rank has closed its part; done once replicas can get it."""
         if self.open_cut and self.open_cut.cut.step == step:
             return self.open_cut.sealed
         done = asyncio.get_running_loop().create_future()
-        newest = self.model.seals.newest_version
-        done.set_result(Position(self.model.history, newest, self.model.seals.checksum_of(newest)))
+        done.set_result(self.model.sealed)
         return done
 
     def check_room(self, current: OpenCut, *, refused: bool = False) -> None:
@@ -358,9 +356,7 @@ class CutCoordinator:
                 self.open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
                 self.open_cut = None
             case machine.Answer() if self.open_cut:
-                version = self.open_cut.cut.version
-                checksum = self.model.seals.checksum_of(version)
-                self.open_cut.sealed.set_result(Position(self.model.history, version, checksum))
+                self.open_cut.sealed.set_result(self.model.sealed)  # No later cut can be sealed yet.
                 self.open_cut = None
 
     async def _seal(self, current: OpenCut) -> None:
@@ -375,10 +371,7 @@ class CutCoordinator:
                 watch.lap("seal")
                 tables, rows = list(cut.tables.values()), cut.rows_in_memory()
                 complete = CompleteCut(seal, tables, rows, cut.unwritten, watch)
-
-                def durable() -> None:
-                    self._do(machine.CutDurable(current.number))
-
+                durable = partial(self._do, machine.CutDurable(current.number))
                 await self.model.commit(complete, durable, self.report_failed, self._ending)
             self._note_sealed(cut, seal)
             if self.whenever_sealed:

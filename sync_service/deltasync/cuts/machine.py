@@ -140,7 +140,7 @@ class RowsArrived:
 
 @dataclass(frozen=True)
 class PartClosed:
-    """A rank's part of the cut after a step is whole. Follows `RowsArrived`, which did not skip it."""
+    """A rank's part of the cut after a step is whole. It comes after a `RowsArrived` that was not skipped."""
 
     rank: int
     stream: int
@@ -156,7 +156,7 @@ class RankLeft:
 
 @dataclass(frozen=True)
 class CutAbandoned:
-    """Somebody else ends the cut under way while its parts arrive."""
+    """The cut under way ends if its parts still arrive: its ranks, its model or one of its tables have gone."""
 
     reason: str
 
@@ -241,13 +241,6 @@ class BeginCut:
 
 
 @dataclass(frozen=True)
-class BeginPart:
-    """Begin a rank's part, and drop what an earlier stream sent of it."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
 class Skip:
     """Ignore the rows: this rank's part is already whole, in the cut under way or in the newest version."""
 
@@ -270,7 +263,7 @@ class Answer:
     """Tell the ranks of the cut its version."""
 
 
-Action = EndStreams | BeginCut | BeginPart | Skip | Seal | Drop | Answer
+Action = EndStreams | BeginCut | Skip | Seal | Drop | Answer
 
 
 @dataclass(frozen=True)
@@ -348,7 +341,7 @@ def _join(state: State, event: RankJoined) -> Transition:
 
 
 def _end_run(state: State, reason: str) -> tuple[State, tuple[Action, ...]]:
-    """End the streams of a run. What is being sealed of it goes on."""
+    """End the streams of a run. A cut that is being sealed goes on."""
     abandoned = _abandon(state, reason)
     return replace(abandoned.state, streams={}, connected=frozenset(), tables={}), abandoned.actions
 
@@ -389,9 +382,8 @@ def _receive(state: State, event: RowsArrived) -> Transition:
         state, actions = dropped.state, dropped.actions
         cut = CutState(state.cuts + 1, newest.version + 1, step, run)
         state, actions = replace(state, cuts=cut.number), (*actions, BeginCut(cut))
-    if cut.parts.get(rank) != event.stream:
-        parts, closed = {**cut.parts, rank: event.stream}, cut.closed - {rank}
-        cut, actions = replace(cut, parts=parts, closed=closed), (*actions, BeginPart(rank))
+    if cut.parts.get(rank) != event.stream:  # The part begins, perhaps anew.
+        cut = replace(cut, parts={**cut.parts, rank: event.stream})
     return Transition(replace(state, cut=cut), actions)
 
 

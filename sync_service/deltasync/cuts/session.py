@@ -5,14 +5,12 @@ The rows may come from a trainer's stream or from the service itself, as those o
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltasync.base.errors import InvalidInput, Superseded
 from deltasync.base.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
-from deltasync.core.tables import Shard
 from deltasync.cuts.admission import Continuation, Opening, continues
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut, RankStream
 from deltasync.cuts.cut import ChangedRows, MissingRows, PartEnd, RankPart
@@ -52,6 +50,7 @@ class PublishSession:
         coordinator: the coordinator of its model's ranks.
         stream: its stream.
         tables: the tables of its run.
+        shards: the rows and columns that the rank holds, by slot.
         slots: the slot of each table, by name.
         changed: the rows that its next part must have, because the service named them; None if it named none.
     """
@@ -59,21 +58,15 @@ class PublishSession:
     def __init__(self, coordinator: CutCoordinator, opening: Opening, stream: RankStream, layout: bytes) -> None:
         self.coordinator = coordinator
         self.run, self.rank, self.stream = opening.run, opening.rank, stream
-        self.tables = opening.tables
+        self.tables, self.shards = opening.tables, opening.shards
         self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
         self.changed: ChangedRows | None = None
         self._takes_changes = opening.takes_changes
         self._model = coordinator.model
         self._layout = layout
         self._claim = opening.claim
-        self._shards = opening.shards
         self._part: tuple[OpenCut, RankPart] | None = None
         self._unwritten = UnwrittenChunks(self._model.store.queue)
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """The rows and columns that the rank holds, by slot."""
-        return self._shards
 
     def report(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
         """Report an event of this rank."""
@@ -137,7 +130,7 @@ class PublishSession:
     def _changed_since(self, since: int) -> ChangedRows:
         tables, applied = self._model.tables, self._model.tables.seal
         upto = applied.version if applied else 0
-        return ChangedRows.find(since, upto, list(tables), self._shards, tables.missing)
+        return ChangedRows.find(since, upto, list(tables), self.shards, tables.missing)
 
     @property
     def deletes(self) -> list[DeleteRequest]:
@@ -147,8 +140,7 @@ class PublishSession:
     @property
     def sealed(self) -> Position:
         """The last sealed position."""
-        newest = self._model.seals.newest_version
-        return Position(self._model.history, newest, self._model.seals.checksum_of(newest))
+        return self._model.sealed
 
     def add(self, step: int, slot: int, batch: RowBatch) -> None:
         """Add rows to this rank's part of a cut. Call `wait_for_room` afterwards.
@@ -207,7 +199,7 @@ class PublishSession:
             open_cut.cut.close(part, end, self._unwritten.take())
             self.coordinator.differing |= end.differing
             self._part = None
-            self.coordinator.close(self.stream, self.rank, end.step)
+            self.coordinator.close(self.stream, end.step)
         # Shielded, because other ranks wait for it too.
         self._claim = await asyncio.shield(self.coordinator.sealed(end.step))
         self.changed = None  # The part contained all of it.
@@ -225,10 +217,10 @@ class PublishSession:
 
     def _part_of(self, step: int) -> tuple[OpenCut, RankPart] | None:
         """This rank's part of the cut after a step, which may begin now; None if it is whole already."""
-        open_cut, begins = self.coordinator.receive(self.stream, self.rank, step)
+        open_cut = self.coordinator.receive(self.stream, step)
         if open_cut is None:
             return None
-        if begins or self._part is None or self._part[0] is not open_cut:
+        if self._part is None or self._part[0] is not open_cut:
             self._part = open_cut, self._begin(open_cut)
         return self._part
 
@@ -238,11 +230,11 @@ class PublishSession:
         missing = self._missing(decision.since)
         cut.announce(self.tables)
         self._unwritten.add(self._model.store.drop_part(cut.version, self.rank), 0)
-        layout = self._model.store.use_layout(self._layout, self._shards, cut.version)
+        layout = self._model.store.use_layout(self._layout, self.shards, cut.version)
         self._unwritten.add(layout.written, 0)
         return cut.begin(
             self.rank,
-            self._shards,
+            self.shards,
             must_be_full=not decision.yes,
             missing=missing,
             layout=layout.number,

@@ -148,6 +148,12 @@ class Model:
         return Position(self.history, self.head.number, self.head.seal) if self.head else Position(self.history)
 
     @property
+    def sealed(self) -> Position:
+        """The position of the newest durable cut, which may not be applied yet."""
+        newest = self.seals.newest
+        return Position(self.history, newest.version, newest.checksum) if newest else Position(self.history)
+
+    @property
     def lacks(self) -> str:
         """What its trainer must send before replicas can get anything, in words; empty if nothing."""
         return self.tables.lacks or ("" if self.seals.newest else "every row")
@@ -187,7 +193,7 @@ class Model:
     async def commit(
         self,
         cut: "CompleteCut",
-        durable: Callable[[], None],
+        durable: Callable[[], object],
         failed: Callable[[str, Exception], None],
         ending: asyncio.Event,
     ) -> None:

@@ -12,7 +12,6 @@ from deltasync.cuts.admission import Run
 from deltasync.cuts.machine import (
     Answer,
     BeginCut,
-    BeginPart,
     CutAbandoned,
     CutApplied,
     CutDurable,
@@ -101,7 +100,7 @@ class Ranks:
                 self._answer(number, len(self.versions))
             case EndStreams():
                 assert not self.state.streams or self.state.run
-            case BeginPart() | Skip():
+            case Skip():
                 pass
 
     def _check_whole(self) -> None:
@@ -263,7 +262,21 @@ def test_a_new_stream_of_a_rank_begins_its_part_anew() -> None:
     ranks.send(0, 5, close=False)
     ranks.join(RUNS[0], 0)
     assert isinstance(ranks.send(0, 5, close=True).error, Superseded)
-    assert ranks.send(2, 5, close=False).actions == (BeginPart(0),)
+    assert ranks.send(2, 5, close=False).actions == ()
+    assert ranks.state.cut
+    assert ranks.state.cut.parts == {0: 2}
+
+
+def test_a_rank_that_restarts_with_another_clock_leaves_its_closed_part_whole() -> None:
+    ranks = joined(RUNS[0])
+    ranks.send(0, 5, close=True)
+    assert not ranks.join(Run("first", 9, 2), 0).error
+    assert ranks.send(2, 5, close=False).actions == (Skip(),)
+    assert ranks.state.cut
+    assert ranks.state.cut.parts == {0: 0}
+    ranks.do(RowsArrived(1, 1, 5))
+    ranks.closed[1][1] = 1
+    assert ranks.do(PartClosed(1, 1, 5)).actions == (Seal(),)
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:

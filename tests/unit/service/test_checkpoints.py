@@ -699,7 +699,7 @@ async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(
     coordinator = await a.service.publishing.open(MODEL)
     await a.give_up()
     with pytest.raises(NotOwner):
-        coordinator.receive(None, 0, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
+        coordinator.receive(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
     await b.take()
     await publish(b.service)
 
