@@ -1,6 +1,7 @@
 """Runs a function in a process that has a small file system in memory."""
 
 import ctypes
+import faulthandler
 import os
 import sys
 import traceback
@@ -52,6 +53,22 @@ def forked(work: Callable[[], None]) -> int | None:
     process.start()
     process.join()
     return process.exitcode
+
+
+def in_new_process(work: Callable[[Path], None], folder: Path) -> int | None:
+    """Run an importable function in a process that shares no memory with this one; returns its exit code.
+
+    For work under a limit: a fork would also hold the objects of earlier tests, whose destructors may then crash.
+    """
+    process = get_context("spawn").Process(target=_with_traceback, args=(work, folder))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _with_traceback(work: Callable[[Path], None], folder: Path) -> None:
+    faulthandler.enable()
+    work(folder)
 
 
 def _mounted(folder: Path, options: str) -> bool:

@@ -1,7 +1,6 @@
 """Tables in shared memory: one target writes them, readers in this and other processes read them."""
 
 import fcntl
-import gc
 import os
 import resource
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
-from tests.support.small_memory import forked
+from tests.support.small_memory import forked, in_new_process
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
@@ -610,32 +609,32 @@ def test_a_damaged_folder_is_refused_each_time(folder: Path, content: bytes | No
             SharedTarget("m", CONSUMER, directory=folder)
 
 
-def test_an_array_has_one_descriptor_and_too_few_are_told_as_such(folder: Path) -> None:
-    def work() -> None:
-        tables = [TableSpec(f"table {number}", 1, 1) for number in range(20)]
-        release = replace(release_of(1, 1.0, resync=True), tables=tables, rows=[])
-        target = SharedTarget("m", CONSUMER, directory=folder)
-        gc.collect()
-        used = set(map(int, os.listdir("/proc/self/fd")))
-        free = [number for number in range(3, 5000) if number not in used]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], free[100]))
-        with pytest.raises(StorageFailed, match=r"cannot be used: Too many open files: allow more \(ulimit -n\)"):
-            target.apply(release)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], free[100]))
+def use_few_descriptors(folder: Path) -> None:
+    tables = [TableSpec(f"table {number}", 1, 1) for number in range(20)]
+    release = replace(release_of(1, 1.0, resync=True), tables=tables, rows=[])
+    target = SharedTarget("m", CONSUMER, directory=folder)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(3, 5000) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], free[100]))
+    with pytest.raises(StorageFailed, match=r"cannot be used: Too many open files: allow more \(ulimit -n\)"):
         target.apply(release)
-        reader = SharedReader("m", directory=folder)
-        used = set(map(int, os.listdir("/proc/self/fd")))
-        full = next(number for number in range(3, 5000) if number not in used)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (full, free[100]))
-        for use in (
-            lambda: reader.lookup("table 3", np.arange(1)),
-            lambda: reader.reading().__enter__(),
-            lambda: SharedReader("m", directory=folder),
-        ):
-            with pytest.raises((StorageFailed, ServiceUnavailable), match=r"Too many open files: allow more"):
-                use()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], free[100]))
+    target.apply(release)
+    reader = SharedReader("m", directory=folder)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    full = next(number for number in range(3, 5000) if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (full, free[100]))
+    for use in (
+        lambda: reader.lookup("table 3", np.arange(1)),
+        lambda: reader.reading().__enter__(),
+        lambda: SharedReader("m", directory=folder),
+    ):
+        with pytest.raises((StorageFailed, ServiceUnavailable), match=r"Too many open files: allow more"):
+            use()
 
-    assert forked(work) == 0
+
+def test_an_array_has_one_descriptor_and_too_few_are_an_error(folder: Path) -> None:
+    assert in_new_process(use_few_descriptors, folder) == 0
 
 
 def test_a_release_that_failed_in_the_served_side_leaves_the_version_of_the_readers(folder: Path) -> None:
