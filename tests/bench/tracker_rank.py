@@ -36,9 +36,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.tracking.delta import Delta
-from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.torchrec_hooks import Listeners
+from deltasync.trainer.tracking.tracked_model import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
 DIM, IDS_PER_SAMPLE = 64, 50
@@ -154,7 +154,7 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
         others, place.post_lookup_tracker_fn = place.post_lookup_tracker_fn, None
         super().__init__(training.model, consumers=consumers, mode=TheirMode(mode.value))
         if others:
-            Listeners.at(place, "post_lookup_tracker_fn").add(others)
+            Listeners.at(place, "post_lookup_tracker_fn").functions.append(others)
 
     def record_lookup(self, *arguments: Any) -> None:
         with self._watch.running():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.tracked_model import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
 

@@ -12,7 +12,7 @@ from tests.bench.pipelines.memory import memory_of
 from tests.bench.pipelines.options import Sizes
 
 from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
-from deltasync.trainer.pipelines.lookahead.plan import random_states, random_states_preserved
+from deltasync.trainer.pipelines.plan import random_states, random_states_preserved
 from deltasync.trainer.pipelines.tensordicts import to_kjt
 
 SIZES = Sizes(ranks=1, batch_size=4, tables=2, rows=9, dim=4, ids=2, dense=2, over=4)

@@ -28,10 +28,10 @@ from torch import nn
 
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode, gpu
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.compared_rows import FollowedRows
-from deltasync.trainer.tracking.delta import batch_on_host
-from deltasync.trainer.tracking.gpu import due_ids, to_host
+from deltasync.trainer.tracking.delta import batch_on_host, due_ids, to_host
+from deltasync.trainer.tracking.delta import row_digests as digests_on_device
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import RowStamps, TableStamps
@@ -163,7 +163,7 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
 def test_digests_made_on_the_device_are_the_kernels(kind: str, dtype: str, columns: int) -> None:
     values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 100, (ROWS, columns)).astype(dtype)
     shard = Shard(TableSpec("t", ROWS, 8, np.dtype(dtype), TableKind.BUFFER), 0, ROWS, 3, columns)
-    made = gpu.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
+    made = digests_on_device(torch.from_numpy(values).to(device_of(kind)), shard)
     assert made.cpu().numpy().view(np.uint64).tolist() == row_digests(values, 3).tolist()
 
 

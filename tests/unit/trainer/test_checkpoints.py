@@ -9,7 +9,7 @@ import torch
 from deltasync.base.errors import InvalidInput
 from deltasync.client import Position
 from deltasync.trainer.checks import check_format
-from deltasync.trainer.sync_state import PublishedVersions, SyncState
+from deltasync.trainer.run import PublishedVersions, SyncState
 
 BIG = 2**64 - 3  # A seal has 64 bits.
 
@@ -29,7 +29,7 @@ def known(*versions: tuple[int, int, int]) -> PublishedVersions:
 def state(clock: int, position: Position, versions: PublishedVersions) -> dict[str, Any]:
     """As it comes out of a file."""
     file = io.BytesIO()
-    torch.save({"tracker": {"clock": clock}, **SyncState(position, versions, None).save()}, file)
+    torch.save(SyncState(position, versions, None).save({"clock": clock}), file)
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded

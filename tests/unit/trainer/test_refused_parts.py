@@ -16,7 +16,8 @@ from deltasync.client.connection import Connection
 from deltasync.trainer import run as trainer_run
 from deltasync.trainer import sync as trainer_sync
 from deltasync.trainer.distributed import agreement
-from deltasync.trainer.sync import DeltaSync, StallDetector, SyncOptions
+from deltasync.trainer.run import StallDetector
+from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 RANKS = 2
 SEAL = 2**64 - 9  # Of a version: this and its number.
@@ -55,15 +56,11 @@ class ThreadAgreement(agreement.Agreement):
         self.rank, self.world_size = self.of_thread.rank, RANKS
         self._together: Together = self.of_thread.together
 
-    def reach(self, count: int, **values: Any) -> agreement.Consensus:
+    def reach(self, count: int, state: agreement.Consensus) -> agreement.Consensus:
         assert self._together.every(self.rank, count) == [count] * RANKS
-        every = self._together.every(self.rank, values)
-        names = [name for name in values if name not in ("ready", "deletes")]
-        return agreement.Consensus(
-            ready=all(each["ready"] for each in every),
-            deletes=min(each["deletes"] for each in every),
-            **{name: any(each[name] for each in every) for name in names},
-        )
+        every = [vars(each) for each in self._together.every(self.rank, state)]
+        flags = {name: any(each[name] for each in every) for name in every[0] if name != "deletes"}
+        return agreement.Consensus(**flags, deletes=min(each["deletes"] for each in every))
 
     def differing(self, _digests: Any) -> list[str]:
         return []
@@ -230,7 +227,7 @@ def test_training_goes_on_where_one_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_is_long_after_a_minute_without_an_end() -> None:
     now = [0.0]
-    stall = StallDetector(lambda: now[0])
+    stall = StallDetector(now=lambda: now[0])
     stall.update(waits=True)
     now[0] = 59.0
     stall.update(waits=True)

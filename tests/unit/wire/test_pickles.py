@@ -16,7 +16,7 @@ COLLECTIVES = {
     *("send_object_list", "recv_object_list"),
 }
 # It writes pickles into a digest.
-DIGESTED = "trainer/deltasync/trainer/pipelines/lookahead/trial.py"
+DIGESTED = "trainer/deltasync/trainer/pipelines/trial.py"
 WORDS = {*MODULES, *COLLECTIVES, "torch.load", "allow_pickle"}
 
 

@@ -21,7 +21,7 @@ from deltasync.base.errors import StorageFailed
 from deltasync.base.files import flush
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement, on_any_rank
-from deltasync.trainer.distributed.start import begun_together
+from deltasync.trainer.distributed.ranks import begun_together
 from deltasync.trainer.sync import DeltaSync
 
 logger = logging.getLogger(__name__)

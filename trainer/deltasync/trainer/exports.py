@@ -16,12 +16,11 @@ from deltasync.base.words import listed
 from deltasync.core.export_metadata import ExportMetadata
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.distributed.start import begun_together
-from deltasync.trainer.sync_state import CONSUMER, published_state
+from deltasync.trainer.distributed.ranks import begun_together
+from deltasync.trainer.run import CONSUMER, SyncState
 from deltasync.trainer.tracking import tracker_state
-from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import TrackedTable, drop_caches, flush_caches
-from deltasync.trainer.tracking.tracked_model import published_tables, tracked_model
+from deltasync.trainer.tracking.tracked_model import TrackerOptions, published_tables, tracked_model
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ def load_export(
         if table.table.kind is TableKind.ID_RANGES
     }
     tracker = tracker_state.published(CONSUMER, tracked.tables, moved, exported.step)
-    return published_state(position, exported.event_time_unix_ns, tracker)
+    return SyncState.of_version(position, exported.event_time_unix_ns).save(tracker)
 
 
 @contextmanager

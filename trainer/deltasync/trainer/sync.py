@@ -26,16 +26,13 @@ from deltasync.client.connection import ForkGuard
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.seal import check_event_time, newest_event_time
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
-from deltasync.trainer.distributed.ranks import all_ranks, this_rank
-from deltasync.trainer.distributed.start import begun_together
-from deltasync.trainer.run import CutUnderWay, TrainingRun
+from deltasync.trainer.distributed.ranks import all_ranks, begun_together, this_rank
+from deltasync.trainer.run import CONSUMER, CutUnderWay, StallDetector, SyncState, TrainingRun, check_states
 from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
-from deltasync.trainer.sync_state import CONSUMER, FORMAT, SyncState, check_states
 from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
 from deltasync.trainer.tracking.modules import wrongly_divided
-from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
-from deltasync.trainer.tracking.tracked_model import published_tables
+from deltasync.trainer.tracking.tracked_model import TrackerOptions, TrackingMode, published_tables
 from deltasync.trainer.tracking.tracker import Tracker
 
 __all__ = ["DeltaSync", "OnRefusal", "SyncOptions", "SyncStats"]
@@ -89,14 +86,7 @@ class DeltaSync:
         unranked = unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
         for sentence in (*wrongly_divided(model), *unranked) if first else ():
             logger.warning("%s", sentence)
-        self._run = TrainingRun(
-            options.service,
-            options.model,
-            self._tables,
-            self.tracker,
-            self._agreement,
-            start_over=options.start_over,
-        )
+        self._run = TrainingRun(options, self._tables, self.tracker, self._agreement)
         self._under_way: CutUnderWay | None = None
         self._requests = RowRequests()
         self._resync = True
@@ -260,13 +250,9 @@ class DeltaSync:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state for a checkpoint. A run that loads it only publishes later changes."""
-        return {
-            "format": FORMAT,
-            "rank": self._agreement.rank,
-            "world_size": self._agreement.world_size,
-            "tracker": self.tracker.state_dict(),
-            **SyncState(self._run.position, self._run.versions, self._event_time).save(),
-        }
+        tracker = self.tracker.state_dict()
+        state = SyncState(self._run.position, self._run.versions, self._event_time)
+        return state.save(tracker, self._agreement.rank, self._agreement.world_size)
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Continue from a checkpoint whose weights the model has already loaded.
@@ -300,7 +286,7 @@ class DeltaSync:
         self._note_arrival(wait=True)
         left = deadline - time.monotonic()
         cut = self._under_way
-        if cut is None or cut.ends_within(max(0.0, min(_PEER_POLL_SECONDS, left))) or left > 0:
+        if cut is None or cut.answer(max(0.0, min(_PEER_POLL_SECONDS, left))) or left > 0:
             return None
         why = self.trouble or "it has not answered yet"
         return ServiceUnavailable(
@@ -330,7 +316,7 @@ class DeltaSync:
             return False
         if agreed.late:
             raise late or ServiceUnavailable("the timeout of another rank has expired: see its log")
-        ready = agreed.ready or agreed.refused
+        ready = agreed.refused or not agreed.busy
         # After a refusal, each rank pauses separately.
         self._stall.update(waits=not (self._under_way or ready or self._publish_failure.reason))
         if agreed.refused:
@@ -347,7 +333,7 @@ class DeltaSync:
     def _settle(self) -> Exception | None:
         """Process the service's answer to the current cut; returns an error if the cut failed for good."""
         cut = self._under_way
-        if cut is None or (answer := cut.answer) is None:
+        if cut is None or (answer := cut.answer()) is None:
             return None
         self._under_way = None
         error = answer.exception()
@@ -358,7 +344,8 @@ class DeltaSync:
             return error
         position = answer.result()
         self.tracker.acknowledge(cut.delta)
-        self._run.note_sealed(position, cut.delta.cursor)
+        self._run.position = position
+        self._run.versions.add(position, cut.delta.cursor)
         self._published_changes = cut.changes
         self._publish_failure.clear()
         self.stats.add(position, cut.part, cut.seconds)
@@ -383,18 +370,18 @@ class DeltaSync:
     def _agree(self, failure: Exception | None, late: DeltasyncError | None, *, flush: bool) -> Consensus:
         # Only a full cut replaces the old entries of free rows in a map.
         resync = self._resync or self.tracker.offers_all(CONSUMER)
-        return self._agreement.reach(
-            self.tracker.steps,
-            ready=self._under_way is None and (flush or self._publish_failure.allows_attempt),
+        state = Consensus(
+            busy=self._under_way is not None or not (flush or self._publish_failure.allows_attempt),
             resync=resync,
             unpublished=resync or self._published_changes != self.tracker.changes,
             failed=failure is not None,
-            over=isinstance(failure, RunRefused),
-            deletes=self._requests.newest(self._asked),
             refused=self._refused is not None or self._stall.stalled,
             late=late is not None,
             again=self._cut_step == self.tracker.steps,
+            over=isinstance(failure, RunRefused),
+            deletes=self._requests.newest(self._asked),
         )
+        return self._agreement.reach(self.tracker.steps, state)
 
     @property
     def _asked(self) -> Sequence[DeleteRequest]:
@@ -426,9 +413,7 @@ class DeltaSync:
     def _stop(self, failure: Exception | None, *, raises: bool) -> None:
         """Pause publishing on all ranks, because parts wait for each other. No cursor has moved.
 
-        Args:
-            failure: the error of this rank; None if only others have one.
-            raises: whether to raise the errors of all ranks even if the options do not ask for it.
+        `failure` is the error of this rank, None if only others have one. With `raises`, raise the errors of all.
         """
         self._give_up()
         self._publish_failure.record(failure or DeltasyncError("another rank cannot publish: see its log"))
@@ -539,34 +524,6 @@ class BufferDifferences:
         self.names.update(new)
         if new and self._agreement.rank == 0:
             logger.warning("buffers differ between ranks; rank 0 publishes its own: %s", ", ".join(new))
-
-
-# A service that both ranks can reach answers within this time.
-_PATIENCE_SECONDS = 60.0
-
-
-class StallDetector:
-    """Detects that another rank waits for a cut that this rank has finished, for the training thread.
-
-    The service repeats its answer to a part of a sealed cut. If it has lost that cut, it waits instead for the
-    parts of ranks that already have their answer.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._since: float | None = None
-
-    @property
-    def stalled(self) -> bool:
-        """Whether this rank has waited so long that the ranks must publish again."""
-        return self._since is not None and self._now() - self._since >= _PATIENCE_SECONDS
-
-    def update(self, *, waits: bool) -> None:
-        """Record whether this rank has no part in flight and waits for another rank."""
-        if not waits:
-            self._since = None
-        elif self._since is None:
-            self._since = self._now()
 
 
 class RowRequests:

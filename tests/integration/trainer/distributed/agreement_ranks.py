@@ -23,10 +23,10 @@ from tests.support.proxy import Proxy
 from tests.support.ranks import leave
 
 from deltasync.base.errors import DeltasyncError, InvalidInput
-from deltasync.trainer.distributed import rank_store
+from deltasync.trainer.distributed import ranks as ranks_module
 from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.distributed.ranks import begun_together
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
-from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.pipelines import LockstepBatches, OnlinePipeline, PipelineOptions
@@ -272,7 +272,7 @@ def a_restart_reads_nothing_of_the_ranks_before(_service: str) -> None:
 
     def attempt(number: int, fails: bool) -> None:
         with (
-            mock.patch.object(rank_store, "_MADE", Counter[str]()),
+            mock.patch.object(ranks_module, "_MADE", Counter[str]()),
             mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(number)),
             begun_together("a start"),
         ):
@@ -299,7 +299,7 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
 
         if dist.get_rank() == 1:
             store.wait([key])
-        logger = logging.getLogger(rank_store.__name__)
+        logger = logging.getLogger(ranks_module.__name__)
         logger.addHandler(handler)
         try:
             yield
@@ -309,7 +309,7 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
             assert lines[0] == f"rank 0 has waited 0 s for {said}", lines
 
     same = "all ranks must make the same calls"
-    with mock.patch.object(rank_store, "_FIRST_SECONDS", 0.05):
+    with mock.patch.object(ranks_module, "_FIRST_SECONDS", 0.05):
         with rank_1_comes_late("rank 1 to reach DeltaSync, as all ranks must"):
             sync = DeltaSync(model, SyncOptions(service=service, model="waiting", publish_every=100))
         sync.step()

@@ -26,7 +26,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking.row_reset import evict_on_cpu
+from deltasync.trainer.tracking.shards import evict_on_cpu
 
 TABLES = ("user", "item")
 ROWS, DIM, NUMBERS, IDS, SAMPLES = 20, 8, 3, 2, 8

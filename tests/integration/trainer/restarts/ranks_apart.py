@@ -17,6 +17,7 @@ from torch import nn
 
 from deltasync.base.errors import DeltasyncError, ServiceFailed, ServiceUnavailable
 from deltasync.client import Position, publisher
+from deltasync.trainer.run import StallDetector
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 WAIT = 20.0
@@ -90,15 +91,14 @@ def an_answer_that_one_rank_has_not_got_to_a_cut_that_the_service_has_lost(folde
             answered.wait()
         else:
             assert sync._under_way is not None
-            assert sync._under_way.ends_within(WAIT)
+            assert sync._under_way.answer(WAIT)
     service.stop()
     service.copy(copied, service.data)
     service.start()
     put_back.set()
     model.bias.data += 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.trainer.sync._PATIENCE_SECONDS", 0.2)
-        assert sync.flush(WAIT).number == 2
+    sync._stall = StallDetector(patience_seconds=0.2)
+    assert sync.flush(WAIT).number == 2
     assert sync.trouble == ""
     sync.abort()
     service.stop()

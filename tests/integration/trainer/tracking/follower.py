@@ -8,7 +8,7 @@ from tests.integration.trainer.tracking.rows import Ids, Rows, differing
 
 from deltasync.core.rows import RowBatch
 from deltasync.trainer.tracking.delta import Delta
-from deltasync.trainer.tracking.options import TrackingMode
+from deltasync.trainer.tracking.tracked_model import TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.tracking.modules import sharded_modules
-from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import lookups_of
+from deltasync.trainer.tracking.tracked_model import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
 BATCHES = 8

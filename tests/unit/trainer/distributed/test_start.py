@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltasync.trainer.distributed.start import begun_together
+from deltasync.trainer.distributed.ranks import begun_together
 
 
 def test_an_error_of_a_lone_rank_is_raised_as_it_is() -> None:

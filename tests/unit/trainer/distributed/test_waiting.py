@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from deltasync.trainer.distributed.rank_store import named, wait_aloud
+from deltasync.trainer.distributed.ranks import named, wait_aloud
 
 
 def test_a_wait_is_logged_after_ten_seconds_and_every_minute_from_then_on(

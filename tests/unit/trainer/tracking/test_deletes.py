@@ -13,8 +13,7 @@ from torch import nn
 from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.row_reset import reset_rows
-from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
+from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable, reset_rows
 
 
 def ids(delta: Delta) -> tuple[list[int], list[int]]:

@@ -11,9 +11,9 @@ from torch import nn
 from deltasync.core.digests import row_digests
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, gpu
-from deltasync.trainer.tracking.cursors import ReadMemory
-from deltasync.trainer.tracking.delta import batch_on_host, gather
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.delta import ReadMemory, batch_on_host, gather
+from deltasync.trainer.tracking.delta import row_digests as digests_on_device
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 TABLE = TableSpec("t", 20, 9, np.dtype("<f4"))
@@ -74,7 +74,7 @@ def test_torch_makes_the_digests_of_the_kernel(
     bits = bytes(byte & 1 for byte in bits) if name == "?" else bits
     values = np.frombuffer(bytearray(bits), dtype).reshape(rows, columns)
     shard = Shard(TableSpec("t", rows, 8, dtype, TableKind.BUFFER), 0, rows, col_offset, columns)
-    made = gpu.row_digests(torch.from_numpy(values), shard)
+    made = digests_on_device(torch.from_numpy(values), shard)
     assert made.numpy().view(np.uint64).tolist() == row_digests(values, col_offset).tolist()
 
 
@@ -93,5 +93,5 @@ def test_rows_of_a_device_are_published_with_their_digests() -> None:
 def test_many_rows_are_taken_in_blocks() -> None:
     rows = (1 << 22) + 3
     values = torch.arange(rows, dtype=torch.float32).view(rows, 1)
-    made = gpu.row_digests(values, Shard.whole(TableSpec("t", rows, 1)))
+    made = digests_on_device(values, Shard.whole(TableSpec("t", rows, 1)))
     assert np.array_equal(made.numpy().view(np.uint64), row_digests(values.numpy()))

@@ -15,7 +15,7 @@ from deltasync.core.digests import row_digests
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.gpu import due_ids
+from deltasync.trainer.tracking.delta import due_ids
 from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS = 6

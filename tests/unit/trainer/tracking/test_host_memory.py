@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.trainer.tracking.cursors import ReadMemory
+from deltasync.trainer.tracking.delta import ReadMemory
 
 ROWS, DIM = 300_000, 64
 

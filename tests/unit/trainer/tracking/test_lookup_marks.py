@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.module_tensors import module_tensors
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.row_marking import RowMarking
+from deltasync.trainer.tracking.row_marking import RowMarking, TrackerCost
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
-from deltasync.trainer.tracking.tracked_model import Lookup, TrackedModel
+from deltasync.trainer.tracking.tracked_model import Lookup, TrackedModel, TrackerOptions
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 ROWS = (70, 5, 130)

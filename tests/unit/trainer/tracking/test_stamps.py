@@ -17,7 +17,7 @@ from torch import nn
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking import tracker as tracker_module
 from deltasync.trainer.tracking.compared_rows import differing_rows
-from deltasync.trainer.tracking.cursors import forget
+from deltasync.trainer.tracking.delta import forget
 from deltasync.trainer.tracking.stamps import CLOCK_END, HostStamps, TableStamps
 
 # Bits, among them -0.0, two NaNs and the smallest number.

@@ -14,7 +14,7 @@ from tests.support.embeddings import embedding
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 
-from deltasync.trainer.tracking import TrackerOptions, TrackingMode, cursors
+from deltasync.trainer.tracking import TrackerOptions, TrackingMode
 
 NAMES = ("a", "a", "b")
 MODES = (TrackingMode.EMBEDDING, TrackingMode.EMBEDDING_LAST, TrackingMode.ID_ONLY)
@@ -115,5 +115,5 @@ def test_launched_reads_are_those_that_are_waited_for(program: list[Operation], 
 @given(programs(*OFTEN, *SELDOM))
 def test_memory_of_reads_is_reused(program: list[Operation]) -> None:
     spare = mock.patch.object(Written, "bytes_under_way", 10_000)
-    with mock.patch.object(cursors, "_LARGE_BYTES", 0), spare:
+    with mock.patch("deltasync.trainer.tracking.delta._LARGE_BYTES", 0), spare:
         run(program)

@@ -16,7 +16,7 @@ from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.cursors import ConsumerCursor
+from deltasync.trainer.tracking.delta import ConsumerCursor
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 from deltasync.trainer.tracking.stamps import RowStamps
 from deltasync.trainer.tracking.tracker_state import load, save

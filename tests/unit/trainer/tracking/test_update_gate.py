@@ -25,7 +25,7 @@ def begun(gate: UpdateGate) -> UpdateGate:
     """A gate whose step has begun to change rows, in this thread."""
     gate.training_here()
     with gate:
-        gate.begin_updates()
+        gate.updating = True
     return gate
 
 

@@ -5,57 +5,52 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.core.position import Position
-from deltasync.trainer.distributed.rank_store import RankStore, named, some, wait_aloud
+from deltasync.trainer.distributed.ranks import RankStore, named, some, wait_aloud
 
 _SAME_CALLS = "all ranks must make the same calls"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Consensus:
-    """The combined state of all ranks.
+    """The state of a rank, or of all ranks: what at least one of them says, and the lowest `deletes`.
 
     Attributes:
-        ready: no rank has a cut that is not sealed.
-        resync: at least one rank must publish every row.
-        unpublished: at least one rank has something to publish.
-        failed: at least one rank cannot continue.
-        over: the service refuses the run of at least one rank for good.
-        deletes: every rank has the open delete requests up to this number; 0 if there are none.
-        refused: the service refused the part of at least one rank because it lacks the version below it.
-        late: the timeout of at least one rank has expired.
-        again: at least one rank has already made a part of this step.
+        busy: the rank has a cut that is not sealed, or pauses.
+        resync: it must publish every row.
+        unpublished: it has something to publish.
+        failed: it cannot continue.
+        refused: the service refused its part because it lacks the version below it.
+        late: its timeout has expired.
+        again: it has already made a part of this step.
+        over: the service refuses its run for good.
+        deletes: it has the open delete requests up to this number; 0 if there are none.
     """
 
-    ready: bool
+    busy: bool
     resync: bool
     unpublished: bool
     failed: bool
-    deletes: int
     refused: bool = False
     late: bool = False
     again: bool = False
     over: bool = False
+    deletes: int = 0
 
 
 def on_any_rank(
     flags: list[bool], what: str | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[bool]:
-    """For each flag, whether at least one rank of a group has set it. A collective of the group.
+    """For each flag, whether at least one rank of a group has set it. A collective of the group (None = all).
 
-    Args:
-        flags: the flags of this rank; all ranks pass the same number of flags.
-        what: what ranks are about to do, for the log of a rank that waits long; None logs nothing.
-        group: the group; None = the default group. Without any process group there is one rank.
-        device: a device that the group's backend supports; None = the CPU.
+    A rank that waits long logs that it waits for the others to reach `what`. `device` must suit the backend.
     """
     values = [int(flag) for flag in flags]
     if not values or not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -81,15 +76,8 @@ def _finish(work: dist.Work, what: Callable[[], str]) -> None:
 
 
 @dataclass(frozen=True)
-class _State:
-    """The progress of a rank.
-
-    Attributes:
-        rank: the rank.
-        collectives: number of collectives that it has started.
-        count: the number that it last passed to `note`.
-        closed: whether it has closed its agreement.
-    """
+class _Progress:
+    """The collectives that a rank has started, the number that it last passed to `note`, and whether it closed."""
 
     rank: int
     collectives: int
@@ -105,90 +93,59 @@ class Agreement:
     """
 
     def __init__(self, name: str, unit: str) -> None:
-        """Wait until all ranks construct the same agreement.
-
-        Args:
-            name: what the ranks agree for, in messages.
-            unit: what `note` counts, in messages.
-        """
+        """Wait until all ranks construct the same agreement. Messages have its name; `note` counts in `unit`."""
         self._name, self._unit = name, unit
-        self._states = RankStore(name)
-        self.rank, self.world_size = self._states.rank, len(self._states.ranks)
+        self._progress = RankStore(name)
+        self.rank, self.world_size = self._progress.rank, len(self._progress.ranks)
         self.closed = False
         self._count = self._collectives = 0
         self._due = 0.0
-        self._write_state()
-        self._states.wait_for_all()
+        self._write_progress()
+        self._progress.wait_for_all()
         self._ranks = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def close(self) -> None:
-        """Destroy the group and its threads. Not a collective: ranks that wait for this one fail at once.
-
-        A gloo thread that still frees memory of the last collective would abort a process that exits (torch 2.13).
-        """
+        """Destroy the group and its threads. Not a collective: ranks that wait for this one fail at once."""
+        # A gloo thread that frees memory of the last collective would abort a process that exits (torch 2.13).
         ranks, self._ranks, self.closed = self._ranks, None, True
-        self._write_state()
-        self._states.settle()  # Others read it when their collective fails.
+        self._write_progress()
+        self._progress.settle()  # Others read it when their collective fails.
         if ranks and dist.is_initialized():
             with suppress(ValueError):  # The group was already destroyed together with the default group.
                 dist.destroy_process_group(ranks)
 
     def note(self, count: int) -> None:
-        """Record this rank's progress for the log of ranks that wait for it.
-
-        Takes microseconds. With a slow store, it skips calls to take at most a thousandth of the time.
-        """
+        """Record this rank's progress for the log of ranks that wait for it. Takes microseconds."""
         self._count = count
         if (started := time.perf_counter()) >= self._due:
-            self._write_state()
+            self._write_progress()
             ended = time.perf_counter()
-            self._due = ended + 1000 * (ended - started)
+            self._due = ended + 1000 * (ended - started)  # With a slow store, a thousandth of the time.
 
-    @property
-    def _group(self) -> dist.ProcessGroup | None:
-        if self.closed:
-            raise InvalidInput("this DeltaSync is closed and no longer publishes: make a new one")
-        return self._ranks
-
-    def reach(
-        self,
-        count: int,
-        *,
-        ready: bool,
-        resync: bool,
-        unpublished: bool,
-        failed: bool,
-        deletes: int = 0,
-        refused: bool = False,
-        late: bool = False,
-        again: bool = False,
-        over: bool = False,
-    ) -> Consensus:
-        """Combine this rank's state with that of all other ranks. A collective of all ranks.
-
-        Args:
-            count: what `note` counts. It must be the same on all ranks.
-            ready: see `Consensus`, like the others.
-
-        Raises:
-            DeltasyncError: ranks pass different counts, or another rank has closed its agreement or has ended.
-        """
+    def reach(self, count: int, state: Consensus) -> Consensus:
+        """Combine the states of all ranks, whose `count` must be the same. A collective of all ranks."""
         self.note(count)
-        flags = [not ready, resync, unpublished, failed, refused, late, again, over]
-        *largest_flags, largest, last, first = self._largest([*map(int, flags), -deletes, count, -count])
+        *flags, deletes = map(int, astuple(state))
+        *largest, fewest, last, first = self._largest([*flags, -deletes, count, -count])
         if last != -first:
-            self._refuse_apart(count)
-        busy, any_resync, any_unpublished, any_failed, *others = map(bool, largest_flags)
-        return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, *others)
-
-    def _refuse_apart(self, count: int) -> NoReturn:
-        """Raise the same error on all ranks, which have passed different counts. A collective of all ranks."""
-        ranks: dict[int, list[int]] = {}
-        for rank, (each,) in zip(self._states.ranks, self._every([count]), strict=True):
-            ranks.setdefault(each, []).append(rank)
-        places = [f"{named(of)} at {self._unit} {each}" for each, of in ranks.items()]
-        raise DeltasyncError(
-            f"{self._name}: {some(places)}: {_SAME_CALLS}, and close it after the same {self._unit}"
+            ranks: dict[int, list[int]] = {}
+            for rank, (each,) in zip(self._progress.ranks, self._every([count]), strict=True):
+                ranks.setdefault(each, []).append(rank)
+            places = [f"{named(of)} at {self._unit} {each}" for each, of in ranks.items()]
+            raise DeltasyncError(
+                f"{self._name}: {some(places)}: {_SAME_CALLS}, and close it after the same {self._unit}"
+            )
+        busy, resync, unpublished, failed, refused, late, again, over = map(bool, largest)
+        return Consensus(
+            busy=busy,
+            resync=resync,
+            unpublished=unpublished,
+            failed=failed,
+            refused=refused,
+            late=late,
+            again=again,
+            over=over,
+            deletes=-fewest,
         )
 
     def any_of(self, flag: bool) -> bool:
@@ -200,15 +157,15 @@ class Agreement:
 
         Returns `Position()` if the position of any rank has no version or no seal.
         """
-        named = position.number if position.seal else 0
-        every = self._every([named, int.from_bytes(position.seal.to_bytes(8), signed=True)])
+        number = position.number if position.seal else 0
+        every = self._every([number, int.from_bytes(position.seal.to_bytes(8), signed=True)])
         number, seal = min((number, seal) for number, seal in every)
         return Position("", number, int.from_bytes(seal.to_bytes(8, signed=True))) if number else Position()
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
-        """The names whose digests (signed, 64 bits) differ between ranks. A collective of all ranks.
+        """The names whose digests (signed, 64 bits) differ between ranks; none if ranks pass different names.
 
-        Returns an empty list if ranks pass different names.
+        A collective of all ranks.
         """
         names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8).digest()
         if self._differ([int.from_bytes(names, signed=True)]) == [True]:
@@ -216,50 +173,44 @@ class Agreement:
         differ = self._differ(list(digests.values()))
         return [name for name, differs in zip(digests, differ, strict=True) if differs]
 
+    def new_run(self) -> tuple[str, int]:
+        """The id and the start (nanoseconds since 1970) of a new run, chosen by the first rank. A collective."""
+        run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
+        values = torch.cat([run, torch.tensor([time.time_ns()])])
+        self._run(lambda group: dist.broadcast(values, 0, group=group, async_op=True))
+        return values[:2].numpy().tobytes().hex(), int(values[2])
+
     def _differ(self, numbers: list[int]) -> list[bool]:
         every = torch.tensor(self._every(numbers))
         return [bool(differs) for differs in (every != every[0]).any(dim=0).tolist()]
 
     def _every(self, numbers: list[int]) -> list[list[int]]:
         """The numbers (signed, 64 bits) of each rank. All ranks pass equally many. A collective."""
-        group = self._group
-        if self.world_size == 1 or not numbers:
-            return [numbers] * self.world_size
         values = torch.tensor(numbers, dtype=torch.int64)
-        every = [torch.empty_like(values) for _ in range(self.world_size)]
-        self._run(lambda: dist.all_gather(every, values, group=group, async_op=True))
+        every = [values.clone() for _ in range(self.world_size)]
+        if numbers:
+            self._run(lambda group: dist.all_gather(every, values, group=group, async_op=True))
         return [each.tolist() for each in every]
-
-    def new_run(self) -> tuple[str, int]:
-        """The id and the start (nanoseconds since 1970) of a new run, chosen by the first rank. A collective."""
-        run = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.int64)
-        values = torch.cat([run, torch.tensor([time.time_ns()])])
-        group = self._group
-        if self.world_size > 1:
-            self._run(lambda: dist.broadcast(values, 0, group=group, async_op=True))
-        return values[:2].numpy().tobytes().hex(), int(values[2])
 
     def _largest(self, values: list[int]) -> list[int]:
         """The maximum of each value over all ranks. A collective."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        group = self._group
-        if self.world_size > 1:
-            self._run(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True))
+        self._run(lambda group: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True))
         largest: list[int] = tensor.tolist()
         return largest
 
-    def _run(self, begin: Callable[[], dist.Work]) -> None:
-        """Run a collective to its end.
-
-        Raises:
-            DeltasyncError: another rank has closed its agreement or has ended, and does not take part.
-        """
+    def _run(self, begin: Callable[[dist.ProcessGroup | None], dist.Work]) -> None:
+        """Run a collective to its end; an error names the ranks that have closed this, or says that one ended."""
+        if self.closed:
+            raise InvalidInput("this DeltaSync is closed and no longer publishes: make a new one")
+        if self.world_size == 1:
+            return
         self._collectives += 1
-        self._write_state()
+        self._write_progress()
         try:
-            _finish(begin(), self._awaited)
+            _finish(begin(self._ranks), self._awaited)
         except RuntimeError as error:
-            closed = [state for state in self._read_states() if state.closed]
+            closed = [progress for progress in self._read_progress() if progress.closed]
             needed = self._listed(closed) if closed else "a rank that has ended, or cannot be reached"
             raise DeltasyncError(
                 f"{self._name}, at {self._unit} {self._count}, needs {needed}: all ranks must close it after the "
@@ -267,29 +218,29 @@ class Agreement:
             ) from error
 
     def _awaited(self) -> str:
-        states = self._read_states()
-        late = [state for state in states if state.collectives < self._collectives]
+        every = self._read_progress()
+        late = [progress for progress in every if progress.collectives < self._collectives]
         where = f"in {self._name}, at {self._unit} {self._count}: {_SAME_CALLS}"
         if not late:
-            return f"the other ranks, which {'have arrived' if states else 'have left no state to read'}, {where}"
+            return f"the other ranks, which {'have arrived' if every else 'have left no state to read'}, {where}"
         return f"{self._listed(late)}, {where}"
 
-    def _listed(self, states: Sequence["_State"]) -> str:
-        said = [
-            f"rank {state.rank} ({'closed' if state.closed else 'last seen'} at {self._unit} {state.count})"
-            for state in states
-        ]
-        return some(said)
+    def _listed(self, every: Sequence[_Progress]) -> str:
+        return some(
+            [
+                f"rank {each.rank} ({'closed' if each.closed else 'last seen'} at {self._unit} {each.count})"
+                for each in every
+            ]
+        )
 
-    def _write_state(self) -> None:
-        self._states.write(f"{self._collectives} {self._count} {self.closed:d}")
+    def _write_progress(self) -> None:
+        self._progress.write(f"{self._collectives} {self._count} {self.closed:d}")
 
-    def _read_states(self) -> list["_State"]:
-        """The states of all ranks; none if they cannot be read."""
+    def _read_progress(self) -> list[_Progress]:
+        """The progress of all ranks; nothing if it cannot be read."""
         try:
-            texts = self._states.read()
+            texts = self._progress.read()
         except RuntimeError:
             return []
-        return [
-            _State(rank, *map(int, text.split())) for rank, text in zip(self._states.ranks, texts, strict=True)
-        ]
+        ranks = zip(self._progress.ranks, texts, strict=True)
+        return [_Progress(rank, *map(int, text.split())) for rank, text in ranks]

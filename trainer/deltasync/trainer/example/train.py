@@ -31,7 +31,7 @@ from deltasync.trainer.example.stream import play
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.prometheus import serve_metrics
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-from deltasync.trainer.tracking.row_reset import evict_on_cpu
+from deltasync.trainer.tracking.shards import evict_on_cpu
 
 logger = logging.getLogger(__name__)
 

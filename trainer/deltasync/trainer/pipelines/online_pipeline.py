@@ -16,12 +16,10 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSpa
 from torchrec.distributed.train_pipeline.utils import _start_data_dist
 
 from deltasync.base.errors import Contradiction, InvalidInput
-from deltasync.trainer.distributed.ranks import ranks_of
-from deltasync.trainer.distributed.start import begun_together
+from deltasync.trainer.distributed.ranks import begun_together, ranks_of
 from deltasync.trainer.pipelines.batches import hand_over, to_device
 from deltasync.trainer.pipelines.deferred_tables import DeferredTables
-from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
-from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
+from deltasync.trainer.pipelines.lookahead import LookAhead, LookAheadContext
 from deltasync.trainer.pipelines.options import WHY_NOT_TAKEN, PipelineOptions, refuse
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast, refuse_backward_updates
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts

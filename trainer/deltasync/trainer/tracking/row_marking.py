@@ -6,8 +6,9 @@ Reading threads also settle marks, between steps. The gate protects marks and st
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,19 @@ from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.base.errors import NotFound
-from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.base.errors import Contradiction, NotFound
+from deltasync.trainer.tracking.compared_rows import differing_rows
 from deltasync.trainer.tracking.module_tensors import fused_collections, modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
-from deltasync.trainer.tracking.row_reset import DenseOptimizers, reset_rows
-from deltasync.trainer.tracking.shards import check_deletable, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
+from deltasync.trainer.tracking.shards import (
+    DenseOptimizers,
+    TrackedTable,
+    check_deletable,
+    flush_caches,
+    follow_replaced,
+    reset_rows,
+)
+from deltasync.trainer.tracking.stamps import CLOCK_END, STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
@@ -33,10 +38,120 @@ from deltasync.trainer.tracking.torchrec_hooks import (
     listen_to_lookups,
     listen_to_maps,
     listen_to_output_dists,
+    listen_to_rewrites,
 )
-from deltasync.trainer.tracking.tracked_model import TrackedModel
+from deltasync.trainer.tracking.tracked_model import TrackedModel, TrackerOptions
 from deltasync.trainer.tracking.update_gate import UpdateGate
-from deltasync.trainer.tracking.verification import Verification
+
+_NAMED_ROWS = 10
+
+
+class Verification:
+    """Compares the rows of fused tables with copies. Reads always compare the rows of other tables.
+
+    Attributes:
+        excused: tables to leave out of the next check, because the user paused marking while they changed.
+    """
+
+    def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps) -> None:
+        self._tables, self._stamps = tables, stamps
+        self._copies = {
+            number: [tracked.weight.clone() for tracked in table.shards]
+            for number, table in enumerate(tables)
+            if table.fused
+        }
+        self.excused = set[int]()
+        self._cursor = stamps.tick()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
+
+    def check(self) -> None:
+        """Compare all rows with the copies, and mark rows that have changed without a mark."""
+        if self._stamps.clock <= self._cursor:  # The clock has restarted.
+            self._cursor = 0
+        unseen = {number: self._unseen(number) for number in self._copies}
+        self.renew()
+        missed = {number: ids for number, ids in unseen.items() if len(ids) and number not in self.excused}
+        self.excused.clear()
+        for number, ids in missed.items():
+            self._stamps.stamp(number, ids)
+        if missed:
+            raise Contradiction(
+                "; ".join(self._what_changed(number, ids) for number, ids in missed.items())
+                + ". No hook of the tracker has seen the change: call the tracker's mark(table, ids) or "
+                "mark_all(table) after the code that changes them. The next read offers these rows."
+            )
+
+    def renew(self) -> None:
+        """Copy the current rows."""
+        for number, copies in self._copies.items():
+            for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
+                copy.copy_(tracked.weight)
+        # At the clock's end, leave the restart to the next read.
+        self._cursor = CLOCK_END - 1 if self._stamps.clock == CLOCK_END else self._stamps.tick()
+
+    def _unseen(self, number: int) -> torch.Tensor:
+        """Local ids of a table's rows that differ from the copies without a later stamp: int64 [n]."""
+        shards = zip(self._tables[number].shards, self._copies[number], strict=True)
+        differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
+        return torch.nonzero(differing & (self._stamps.of(number).abs() <= self._cursor)).squeeze(1)
+
+    def _what_changed(self, number: int, ids: torch.Tensor) -> str:
+        rows, more = (ids + self._tables[number].row_offset).tolist(), len(ids) - _NAMED_ROWS
+        named = ", ".join(map(str, rows[:_NAMED_ROWS])) + (f" and {more} more" if more > 0 else "")
+        return f"table {self._tables[number].name!r}: rows {named} have changed, but are not marked"
+
+
+@dataclass
+class TrackerCost:
+    """The cost of tracking so far. With a GPU, seconds are time on the host.
+
+    Attributes:
+        marking_seconds: time to record the ids of lookups, in backward.
+        marking_bytes: bytes of these ids.
+        compaction_seconds: time to stamp the rows of these ids.
+        compaction_bytes: bytes of the written stamps.
+        reading_seconds: time to find and gather changed rows, in all reading threads.
+        reading_bytes: bytes of the ids and values copied for readers.
+    """
+
+    marking_seconds: float = 0.0
+    marking_bytes: int = 0
+    compaction_seconds: float = 0.0
+    compaction_bytes: int = 0
+    reading_seconds: float = 0.0
+    reading_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._reading = threading.Lock()  # Several threads may read at once; the gate protects everything else.
+
+    @property
+    def seconds(self) -> float:
+        """Total time."""
+        return self.marking_seconds + self.compaction_seconds + self.reading_seconds
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name."""
+        return asdict(self)
+
+    def add_reading(self, seconds: float = 0.0, nbytes: int = 0) -> None:
+        """Add to the cost of reading."""
+        with self._reading:
+            self.reading_seconds += seconds
+            self.reading_bytes += nbytes
+
+    @contextmanager
+    def timed_reading(self) -> Iterator[None]:
+        """Add the time of the block to the cost of reading."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_reading(seconds=time.perf_counter() - started)
+
 
 _MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
 
@@ -59,7 +174,6 @@ class RowMarking:
         cost: TrackerCost,
         options: TrackerOptions,
     ) -> None:
-        """Prepare marking; `listen` starts it."""
         self.changes = 0
         self._tracked, self._tables = tracked, tracked.tables
         self._numbers = {table.name: number for number, table in enumerate(tracked.tables)}
@@ -73,14 +187,14 @@ class RowMarking:
         self._waiting = list[tuple[KeyedJaggedTensor, nn.Module]]()
         self._waiting_bytes = self._steps_waited = 0
         self._overlaps = any(module._env.world_size > 1 for module in tracked.modules.values())
-        self._paused = _Paused()
+        self._paused = threading.local()  # Its `depth` is the number of `pause` blocks that a thread is in.
 
     def listen(self, model: nn.Module) -> None:
         """Register hooks with TorchRec and PyTorch for all changes of rows."""
         hooks = self._hooks
         listen_to_lookups(hooks, model, self.record_lookup)
         listen_to_evictions(hooks, model, self._mark_evicted)
-        listen_to_rewrites(hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
+        listen_to_rewrites(hooks, model, self._begin_rewrite, self._end_rewrite)
         if not all(table.fused for table in (*self._tables, *self._tracked.replicas)):
             hooks.undo_with(self._dense_optimizers.listen())
         if any(table.compared for table in self._tables):
@@ -116,7 +230,7 @@ class RowMarking:
         # `register_post_odist_tracker_fn`, could offer a row before its update and never again. Evaluation has no
         # backward and therefore marks nothing.
         if output.requires_grad and kernel in self._places:
-            paused = self._paused.depth > 0
+            paused = getattr(self._paused, "depth", 0) > 0
             if not paused:
                 self._gate.training_here()
             output.register_hook(partial(self._mark_lookup, features, kernel, paused))  # type: ignore[no-untyped-call]
@@ -126,10 +240,10 @@ class RowMarking:
     ) -> None:
         """Keep the ids of a lookup. Runs in its backward, before the rows change, in a thread of autograd."""
         with self._gate:
-            self._gate.begin_updates()
-            if paused:  # Still after `begin_updates`: other threads must not read half-changed rows.
+            self._gate.updating = True
+            if paused:  # Nevertheless, other threads must not read half-changed rows.
                 if self._verification:
-                    self._verification.excuse(self._places[kernel][:, 0].tolist())
+                    self._verification.excused.update(self._places[kernel][:, 0].tolist())
                 return
             started = time.perf_counter()
             nbytes = features.values().nbytes
@@ -158,7 +272,7 @@ class RowMarking:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Do not mark the lookups of this thread within the block."""
-        self._paused.depth += 1
+        self._paused.depth = getattr(self._paused, "depth", 0) + 1
         try:
             yield
         finally:
@@ -264,7 +378,7 @@ class RowMarking:
     def _begin_rewrite(self, tables: Iterable[str]) -> None:
         with self._gate:
             self._rewrites.append(self._gate.updating)
-            self._gate.begin_updates()
+            self._gate.updating = True
         self.mark_rewritten(self._fused.intersection(tables))
 
     def _end_rewrite(self, tables: Iterable[str]) -> None:
@@ -276,23 +390,17 @@ class RowMarking:
     def _begin_updates(self, *_: object) -> None:
         if not self._gate.updating:
             with self._gate:
-                self._gate.begin_updates()
+                self._gate.updating = True
 
     def _mark_evicted(self, name: str, module: ShardedEmbeddingModule, evicted: Mapping[str, Any]) -> None:
         # TorchRec calls this at every lookup, also in evaluation. Usually it evicts nothing and no row changes.
         by_fqn = {table_fqn(name, module, table): ids for table, ids in evicted.items() if ids is not None}
         with self._gate:
             for fqn in self._numbers.keys() & by_fqn.keys():
-                self._gate.begin_updates()
+                self._gate.updating = True
                 self._stamps.stamp(self._numbers[fqn], by_fqn[fqn])
 
     def _number(self, table: str) -> int:
         if table not in self._numbers:
             raise NotFound(f"no table {table!r} is tracked on this rank; there are: {', '.join(self._numbers)}")
         return self._numbers[table]
-
-
-class _Paused(threading.local):
-    """The number of `pause` blocks that a thread is in."""
-
-    depth = 0

@@ -20,19 +20,29 @@ from deltasync.base.errors import Contradiction, NotFound
 from deltasync.core.rows import RowBatch
 from deltasync.kernels import digests, tracking
 from deltasync.kernels.compiled import warm
-from deltasync.trainer.distributed.ranks import ranks_of
-from deltasync.trainer.distributed.start import begun_together
+from deltasync.trainer.distributed.ranks import begun_together, ranks_of
 from deltasync.trainer.tracking import tracker_state
-from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.cursors import ConsumerCursor
-from deltasync.trainer.tracking.delta import Delta, Gathered, batch_on_host, gather
-from deltasync.trainer.tracking.gpu import DueCount, due_ids, to_host
-from deltasync.trainer.tracking.options import DEFAULT_CONSUMER, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.row_marking import RowMarking
+from deltasync.trainer.tracking.delta import (
+    ConsumerCursor,
+    Delta,
+    DueCount,
+    Gathered,
+    batch_on_host,
+    due_ids,
+    gather,
+    to_host,
+)
+from deltasync.trainer.tracking.row_marking import RowMarking, TrackerCost
 from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
-from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
+from deltasync.trainer.tracking.tracked_model import (
+    DEFAULT_CONSUMER,
+    TrackedModel,
+    TrackerOptions,
+    TrackingMode,
+    tracked_model,
+)
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 # If a compared table is larger, a read waits for an exact count, because the upper bound would be all its rows.

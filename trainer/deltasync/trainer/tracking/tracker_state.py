@@ -13,10 +13,10 @@ import torch
 from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableKind
 from deltasync.trainer.checks import check_format
-from deltasync.trainer.tracking.cursors import ConsumerCursor
-from deltasync.trainer.tracking.options import TrackingMode
+from deltasync.trainer.tracking.delta import ConsumerCursor
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
+from deltasync.trainer.tracking.tracked_model import TrackingMode
 
 _Saved = Mapping[str, Any]
 _KEYS = {"format", "clock", "tables", "consumers", "steps"}

@@ -1,4 +1,4 @@
-"""Separates reads from updates: no read sees a half-changed row, or a mark before its row has changed."""
+"""Keeps reads apart from updates: no read sees a half-changed row, or a mark before its row has changed."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import torch
 
 from deltasync.base.errors import DeltasyncError
-from deltasync.trainer.tracking.gpu import Streams
 
 
 class UpdateGate:
@@ -18,7 +17,7 @@ class UpdateGate:
     wait for streams.
 
     Attributes:
-        updating: whether rows may be changing.
+        updating: whether rows may be changing. Set it within the gate, in the thread that changes them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,13 +25,12 @@ class UpdateGate:
         self._settled = threading.Condition(self._lock)
         self.updating = False
         self._training_thread = threading.get_ident()  # Until a lookup or a step happens in another thread.
-        self._streams = Streams(device) if device.type == "cuda" else None
+        self._streams = _Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
         """Exclude other threads. On a GPU, work launched from now on runs after the last read."""
         self._lock.acquire()
-        if self._streams:
-            self._streams.after_reads()
+        self.hold_changes()
 
     def __exit__(self, *_: object) -> None:
         if self._streams:
@@ -42,10 +40,6 @@ class UpdateGate:
     def training_here(self) -> None:
         """Record the calling thread as the training thread."""
         self._training_thread = threading.get_ident()
-
-    def begin_updates(self) -> None:
-        """Record that rows are about to change. Call within the gate, in the thread that changes them."""
-        self.updating = True
 
     def end_updates(self) -> None:
         """Record that the step is complete: rows do not change until the next step starts."""
@@ -81,9 +75,42 @@ class UpdateGate:
         if not self._streams:
             yield
             return
-        with self._streams.copying(wait=wait):
+        with torch.cuda.stream(self._streams.side):
             yield
+        if wait:
+            self._streams.side.synchronize()
 
     def arrival(self) -> torch.cuda.Event | None:
         """Record an event after all work on the stream of reads so far; None without a GPU."""
-        return self._streams.arrival() if self._streams else None
+        return self._streams.side.record_event() if self._streams else None
+
+
+class _Streams:
+    """The order between the streams that change rows or stamps and the `side` one, which reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._changed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._read: torch.cuda.Event | None = None
+
+    def before_reads(self) -> None:
+        """Make reads run after all work launched on this thread's stream so far."""
+        stream = torch.cuda.current_stream(self._device)
+        self._changed[stream] = stream.record_event()
+
+    def after_reads(self) -> None:
+        """Make work launched on this thread's stream from now on run after the last read."""
+        if self._read:
+            torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Launch the reads of the block on the side stream, after all changes."""
+        for event in self._changed.values():
+            self.side.wait_event(event)
+        with torch.cuda.stream(self.side):
+            try:
+                yield
+            finally:
+                self._read = self.side.record_event()

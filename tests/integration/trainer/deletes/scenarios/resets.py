@@ -23,7 +23,7 @@ from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.row_reset import evict_on_cpu
+from deltasync.trainer.tracking.shards import evict_on_cpu
 
 # With two ranks, ids from here on have their rows on the second one.
 OTHERS_FROM = 2**62

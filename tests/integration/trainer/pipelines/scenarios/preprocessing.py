@@ -1,6 +1,6 @@
 """Preprocessing: done ahead of forward, each call with its own result.
 
-Which constants and containers a call may have is shown by tests/unit/trainer/pipelines/lookahead.
+Which constants and containers a call may have is shown by tests/unit/trainer/pipelines.
 """
 
 from collections.abc import Callable

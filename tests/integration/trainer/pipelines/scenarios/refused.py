@@ -1,6 +1,6 @@
 """What cannot be done ahead of forward: it is done in forward, and the reason is logged.
 
-What a trace finds by itself is shown by tests/unit/trainer/pipelines/lookahead/test_plan.py.
+What a trace finds by itself is shown by tests/unit/trainer/pipelines/test_plan.py.
 """
 
 import random

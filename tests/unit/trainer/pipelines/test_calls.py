@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.trainer.pipelines.lookahead.calls import ModuleCall, is_same
+from deltasync.trainer.pipelines.calls import ModuleCall, is_same
 
 Pair = namedtuple("Pair", "one other")  # What forwards return that are traced.
 

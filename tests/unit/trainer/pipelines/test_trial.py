@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.trainer.pipelines.lookahead.sharded import Sharded
+from tests.unit.trainer.pipelines.sharded import Sharded
 from torch import nn
 
-from deltasync.trainer.pipelines.lookahead.plan import make_plan
-from deltasync.trainer.pipelines.lookahead.trial import why_not_early
+from deltasync.trainer.pipelines.plan import make_plan
+from deltasync.trainer.pipelines.trial import why_not_early
 
 
 class Holder(nn.Module):

@@ -13,8 +13,8 @@ from torch._dynamo import OptimizedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.trainer.pipelines.batches import tensors_in
-from deltasync.trainer.pipelines.lookahead.calls import OF_TORCH, ModuleState, version
-from deltasync.trainer.pipelines.lookahead.plan import (
+from deltasync.trainer.pipelines.calls import OF_TORCH, ModuleState, version
+from deltasync.trainer.pipelines.plan import (
     LookAheadPlan,
     compute,
     random_states,

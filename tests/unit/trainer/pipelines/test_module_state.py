@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltasync.trainer.pipelines.lookahead.calls import MOST_ITEMS, ModuleState
+from deltasync.trainer.pipelines.calls import MOST_ITEMS, ModuleState
 
 
 class Holder(nn.Module):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.trainer.pipelines.lookahead.sharded import Sharded
+from tests.unit.trainer.pipelines.sharded import Sharded
 from torch import nn
 
-from deltasync.trainer.pipelines.lookahead.plan import LookAheadPlan, compute, make_plan
+from deltasync.trainer.pipelines.plan import LookAheadPlan, compute, make_plan
 
 Pair = namedtuple("Pair", "one other")  # A container that traces take for a function.
 
