@@ -71,6 +71,13 @@ def test_a_type_that_is_no_half_float_is_refused(dtype: torch.dtype) -> None:
         PipelineOptions(amp_dtype=dtype)
 
 
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True])
+def test_an_interval_is_a_whole_number_or_none(interval: Any) -> None:
+    with pytest.raises(InvalidInput, match="dmp_collection_sync_interval_batches: "):
+        PipelineOptions(dmp_collection_sync_interval_batches=interval)
+    assert PipelineOptions(dmp_collection_sync_interval_batches=None)
+
+
 def test_a_mode_that_is_only_its_name_is_refused() -> None:
     with pytest.raises(ValueError, match="mode: 'embedding', expected a TrackingMode"):
         TrackerOptions(mode="embedding")  # type: ignore[arg-type]

@@ -54,11 +54,7 @@ class TrainerCheckpoints:
         self._written: Future[bool] | None = None
 
     def load(self) -> bool:
-        """Continue from the newest checkpoint, before the first step; returns False if there is none.
-
-        Raises:
-            InvalidInput: see `load_checkpoint`.
-        """
+        """Continue from the newest checkpoint, before the first step; returns False if there is none."""
         if not (complete := checkpoints_in(self._folder)):
             return False
         load_checkpoint(complete[-1], self._model, self._optimizer, self._sync)
@@ -84,11 +80,7 @@ class TrainerCheckpoints:
         self._written = self._thread.submit(self._write, folder, state, self._sync.state_dict())
 
     def finish(self) -> None:
-        """Write a last checkpoint and wait for it.
-
-        Raises:
-            StorageFailed: a rank could not write it.
-        """
+        """Write a last checkpoint and wait for it."""
         if self._written:
             wait_for([self._written])
         self.save()
@@ -144,17 +136,7 @@ def state_of(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, Any]:
 def write_checkpoint(
     folder: Path, state: dict[str, Any], sync: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write a checkpoint. All ranks of a group call this together.
-
-    Args:
-        folder: a folder that all ranks share.
-        state: the result of `state_of`, or a copy.
-        sync: the state of this rank's `DeltaSync`, after the same step.
-        group: a gloo group that no other thread uses; None = the default group.
-
-    Raises:
-        OSError: a rank could not write a file.
-    """
+    """Write a checkpoint. All ranks of a gloo group, which no other thread uses, call this together."""
     error: OSError | None = None
     if dist.get_rank() == 0:
         try:
@@ -172,12 +154,7 @@ def write_checkpoint(
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
-    """Continue from a checkpoint, before the first step. The number of ranks may differ.
-
-    Raises:
-        InvalidInput: the checkpoint has a newer format, or lacks a rank's sync state because the run ended while
-            the checkpoint was being written.
-    """
+    """Continue from a checkpoint, before the first step. The number of ranks may differ."""
     file = folder / _FORMAT_FILE
     text = file.read_text(errors="replace").strip() if file.exists() else ""
     check_format(f"the checkpoint in {folder}", int(text) if text.isdecimal() else text, _FORMAT)

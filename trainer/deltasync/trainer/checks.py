@@ -9,41 +9,25 @@ from deltasync.base.errors import InvalidInput
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Check that an option is a whole number of at least `least`.
-
-    Raises:
-        InvalidInput: it is not; True and False do not count as numbers.
-    """
+    """Check that an option is a whole number of at least `least`; True and False are no numbers."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise InvalidInput(f"{name}: {value!r}, expected a whole number of at least {least}")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Check that an option is a positive, finite number.
-
-    Raises:
-        InvalidInput: it is not; True and False do not count as numbers.
-    """
+    """Check that an option is a positive, finite number; True and False are no numbers."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise InvalidInput(f"{name}: {value!r}, expected a positive number")
 
 
 def check_names(name: str, value: Collection[str]) -> None:
-    """Check that an option is a collection of names, not a single string.
-
-    Raises:
-        InvalidInput: it is a string, whose letters would be read as names.
-    """
+    """Check that an option is a collection of names, not a string, whose letters would be read as names."""
     if isinstance(value, str):
         raise InvalidInput(f"{name}: {value!r}, expected several names, such as [{value!r}]")
 
 
 def check_format(what: str, found: Any, newest: int) -> None:
-    """Check that this version can read a saved format.
-
-    Raises:
-        InvalidInput: the format is newer than `newest`, or not a whole number.
-    """
+    """Check that this version can read a saved format."""
     check_whole(f"{what}: format", found)
     if found > newest:
         raise InvalidInput(

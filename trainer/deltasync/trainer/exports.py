@@ -105,18 +105,14 @@ def _check(tables: Sequence[TableSpec], exported: ExportMetadata, path: str) -> 
     problems = [f"it lacks {listed(lacking)}"] if lacking else []
     for table in tables:
         found = there.get(table.name)
-        if found and not _fits(found, table):
+        forms = [(each.kind, each.rows, each.dim, each.dtype) for each in (found, table) if each]
+        if found and (forms[0] != forms[1] or found.sizes not in (None, table.sizes)):
             problems.append(f"table {table.name!r} is {_words(found)} there, and {_words(table)} in the model")
     if problems:
         where = f"version {exported.position.number} of model {exported.model!r} in {path}"
         raise InvalidInput(f"{where} does not fit this model: {'; '.join(problems)}; nothing was loaded")
     if others := there.keys() - {each.name for each in tables}:
         logger.info("%s has more tables, which are not loaded: %s", path, listed(others))
-
-
-def _fits(found: TableSpec, table: TableSpec) -> bool:
-    same = (found.kind, found.rows, found.dim, found.dtype) == (table.kind, table.rows, table.dim, table.dtype)
-    return same and found.sizes in (None, table.sizes)
 
 
 def _words(table: TableSpec) -> str:

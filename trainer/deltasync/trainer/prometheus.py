@@ -1,7 +1,7 @@
 """Prometheus metrics of a trainer's rank."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,20 +24,15 @@ class TrainerCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the current metrics, without those of a `DeltaSync` that no longer exists."""
-        yield from self._of_sync(sync.metrics()) if (sync := self._sync()) else ()
+        known = sync.metrics() if (sync := self._sync()) else {}
+        for kind, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in texts.items() if known else ():
+                metric = kind(f"deltasync_trainer_{name}", text, labels=_LABELS)
+                metric.add_metric(self._of, known[name])
+                yield metric
         build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
         build.add_metric((built_version(),), 1)
         yield build
-
-    def _of_sync(self, known: Mapping[str, float]) -> Iterable[Metric]:
-        for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
-            counter.add_metric(self._of, known[name])
-            yield counter
-        for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
-            gauge.add_metric(self._of, known[name])
-            yield gauge
 
 
 def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: int = 0) -> None:

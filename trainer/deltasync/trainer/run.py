@@ -39,19 +39,14 @@ class TrainingRun:
     After a resharding or a loaded checkpoint, the trainer continues under a new run id with the same first part,
     and with nearly the same start time. A run of another trainer that began in between therefore still counts as
     the later one.
-
-    Attributes:
-        publisher: the publisher; None before `connect` and after `disconnect`.
-        position: the position that the run builds on.
-        versions: the published versions, for going back to an earlier one.
     """
 
     def __init__(
         self, options: SyncOptions, tables: Sequence[TableSpec], tracker: Tracker, agreement: Agreement
     ) -> None:
-        self.publisher: Publisher | None = None
-        self.position = Position()
-        self.versions = PublishedVersions()
+        self.publisher: Publisher | None = None  # None before `connect` and after `disconnect`.
+        self.position = Position()  # The run builds on it.
+        self.versions = PublishedVersions()  # For going back to an earlier one.
         self._options, self._tables = options, list(tables)
         self._tracker, self._agreement = tracker, agreement
         self._announced = self._earlier_connections = 0
@@ -113,17 +108,11 @@ class TrainingRun:
 
 
 class CutUnderWay:
-    """This rank's part of a cut.
-
-    Attributes:
-        delta: the rows, to acknowledge when the cut is sealed.
-        part: the part; without rows until they have arrived in host memory.
-        changes: `Tracker.changes` when the rows were read.
-    """
+    """This rank's part of a cut."""
 
     def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
-        """Publish a delta. While its rows are being copied from a GPU, a thread waits for them."""
-        self.delta, self.part, self.changes = delta, part, changes
+        """Publish a delta, read at `Tracker.changes`. While it comes from a GPU, a thread waits for its rows."""
+        self.delta, self.part, self.changes = delta, part, changes  # The part has no rows until they arrive.
         self._publisher = publisher
         self._started = self._ended = 0.0
         self._arrival: Future[Future[Position]] | None = None
@@ -240,17 +229,11 @@ def _cursors(state: Mapping[str, Any], shift: int) -> dict[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class SyncState:
-    """The state of one rank, or the combined state of all ranks of a checkpoint.
+    """The state of one rank, or the combined state of all ranks of a checkpoint."""
 
-    Attributes:
-        position: the last sealed position; `Position()` if ranks share none.
-        versions: the published versions.
-        event_time_unix_ns: the time of the newest event that the model was trained on; None if unknown.
-    """
-
-    position: Position
-    versions: PublishedVersions
-    event_time_unix_ns: int | None
+    position: Position  # The last sealed position; `Position()` if ranks share none.
+    versions: PublishedVersions  # The published versions.
+    event_time_unix_ns: int | None  # The time of the newest event that the model was trained on; None if unknown.
 
     def save(self, tracker: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> dict[str, Any]:
         """The state with that of the rank's tracker, as tensors and plain values, for `of_all`."""

@@ -431,10 +431,7 @@ class DeltaSync:
         self._under_way = None
 
     def _go_back(self) -> None:
-        """Publish again from the newest of this run's versions that the service has, or else all rows.
-
-        Called if the service lacks a version that a rank continues, or no longer answers a rank.
-        """
+        """Publish again from the newest version of this run that the service still has, or else all rows."""
         self._give_up()
         refused, self._refused = self._refused, None
         newest = self._run.position
@@ -461,14 +458,10 @@ _LONGEST_PAUSE_SECONDS = 300.0
 
 
 class PublishFailure:
-    """The last error of publishing, and when to try again. For the training thread.
-
-    Attributes:
-        reason: the error as text; empty if there was none since the last sealed cut.
-    """
+    """The last error of publishing, and when to try again. For the training thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.reason = ""
+        self.reason = ""  # Empty if there was no error since the last sealed cut.
         self._now, self._since = now, 0.0
         self.reset_backoff()
 
@@ -503,11 +496,7 @@ class PublishFailure:
 
 
 class BufferDifferences:
-    """Finds buffers that differ between ranks, at the 1st, 2nd, 4th, 8th cut and so on.
-
-    Attributes:
-        names: FQNs of the buffers that differ.
-    """
+    """Finds buffers that differ between ranks (FQNs: `names`), at the 1st, 2nd, 4th, 8th cut and so on."""
 
     def __init__(self, model: nn.Module, agreement: Agreement, fqns_to_skip: Collection[str]) -> None:
         self.names = set[str]()
@@ -527,13 +516,10 @@ class BufferDifferences:
 
 
 class RowRequests:
-    """The service's delete requests, and their progress on this rank.
-
-    Attributes:
-        met: numbers of the completed requests in the service's last list. After a cut, the service drops them.
-    """
+    """The service's delete requests, and their progress on this rank."""
 
     def __init__(self) -> None:
+        # Numbers of the completed requests in the service's last list. After a cut, the service drops them.
         self.met: set[int] = set()
 
     def newest(self, requests: Sequence[DeleteRequest]) -> int:

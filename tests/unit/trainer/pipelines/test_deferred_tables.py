@@ -1,6 +1,5 @@
 """Batches of one lookup put together, against a plain model: for each key, its examples; an example is its ids."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -120,13 +119,8 @@ def train(lookup: Any, batch: KeyedJaggedTensor) -> torch.Tensor:
     return output
 
 
-@dataclass
-class Running:
-    in_forward: bool
-
-
 def deferring(lookup: SumOfRows, name: str = "lookup") -> DeferredLookup:
-    return DeferredLookup(DeferredTables(nn.Sequential(), Running(True)), name, lookup)
+    return DeferredLookup(DeferredTables(nn.Sequential(), lambda: True), name, lookup)
 
 
 def is_as_of_one_batch(lookup: SumOfRows) -> bool:
@@ -175,7 +169,7 @@ def test_a_lookup_without_gradients_is_not_kept() -> None:
 
 def test_outside_of_its_forward_a_lookup_is_as_it_was() -> None:
     lookup = SumOfRows()
-    deferred = DeferredLookup(DeferredTables(nn.Sequential(), Running(False)), "lookup", lookup)
+    deferred = DeferredLookup(DeferredTables(nn.Sequential(), lambda: False), "lookup", lookup)
     train(deferred, ids_of(FIRST))
     assert lookup.rows.grad is not None
     assert deferred.pending == []
@@ -195,7 +189,7 @@ def test_features_that_cannot_be_kept_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.Sequential()])
 def test_a_model_without_tables_has_nothing_to_keep(module: Any) -> None:
-    tables = DeferredTables(module, Running(True))
+    tables = DeferredTables(module, lambda: True)
     tables.attach()
     tables.apply()
     tables.clear()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync.trainer.pipelines.patches import AttributePatches
+from deltasync.trainer.pipelines.lookahead import AttributePatches
 
 NAMES = ("own", "of_class", "missing")
 

@@ -20,29 +20,17 @@ _SAME_CALLS = "all ranks must make the same calls"
 
 @dataclass(frozen=True, kw_only=True)
 class Consensus:
-    """The state of a rank, or of all ranks: what at least one of them says, and the lowest `deletes`.
+    """The state of a rank, or of all ranks: what at least one of them says, and the lowest `deletes`."""
 
-    Attributes:
-        busy: the rank has a cut that is not sealed, or pauses.
-        resync: it must publish every row.
-        unpublished: it has something to publish.
-        failed: it cannot continue.
-        refused: the service refused its part because it lacks the version below it.
-        late: its timeout has expired.
-        again: it has already made a part of this step.
-        over: the service refuses its run for good.
-        deletes: it has the open delete requests up to this number; 0 if there are none.
-    """
-
-    busy: bool
-    resync: bool
-    unpublished: bool
-    failed: bool
-    refused: bool = False
-    late: bool = False
-    again: bool = False
-    over: bool = False
-    deletes: int = 0
+    busy: bool  # The rank has a cut that is not sealed, or pauses.
+    resync: bool  # It must publish every row.
+    unpublished: bool  # It has something to publish.
+    failed: bool  # It cannot continue.
+    refused: bool = False  # The service refused its part because it lacks the version below it.
+    late: bool = False  # Its timeout has expired.
+    again: bool = False  # It has already made a part of this step.
+    over: bool = False  # The service refuses its run for good.
+    deletes: int = 0  # It has the open delete requests up to this number; 0 if there are none.
 
 
 def on_any_rank(

@@ -128,12 +128,7 @@ _MADE = Counter[str]()
 
 
 class RankStore:
-    """The latest text of each rank. All `ranks` (None = all) make their stores in the same order.
-
-    Attributes:
-        rank: this rank.
-        ranks: the ranks that write, in order.
-    """
+    """The latest text of each of some `ranks` (None = all), which make their stores in the same order."""
 
     def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
         self._name, self.rank = name, this_rank()

@@ -29,15 +29,10 @@ KERNEL = "fused"
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """Learning rates.
+    """Learning rates."""
 
-    Attributes:
-        table_lr: learning rate of the sharded tables (rowwise Adagrad, fused into backward).
-        dense_lr: learning rate of all other parameters (Adagrad).
-    """
-
-    table_lr: float = 0.05
-    dense_lr: float = 0.02
+    table_lr: float = 0.05  # Of the sharded tables: rowwise Adagrad, fused into backward.
+    dense_lr: float = 0.02  # Of all other parameters: Adagrad.
 
 
 def shard(
@@ -48,18 +43,10 @@ def shard(
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shard a model over all ranks of the default process group; returns it with its optimizer.
 
-    Args:
-        model: a model whose tables are in direct children of type EmbeddingBagCollection or
-            ManagedCollisionEmbeddingBagCollection.
-        tables: the sharding of each table, by name.
-        options: learning rates.
-        device: the device of this rank's shards.
+    Its tables, whose sharding is given by name, are in direct children of type EmbeddingBagCollection or
+    ManagedCollisionEmbeddingBagCollection.
     """
-    fused = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": options.table_lr,
-        "eps": 1e-8,
-    }
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": options.table_lr, "eps": 1e-8}
     bags = EmbeddingBagCollectionSharder(fused_params=fused)
     sharders = [bags, ManagedCollisionEmbeddingBagCollectionSharder(bags)]
     distributed = DistributedModelParallel(

@@ -15,23 +15,19 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from deltasync.trainer.pipelines.batches import Path, leaves_in, tensors_in
 
 _JAGGED = (JaggedTensor, KeyedJaggedTensor)
+_PLAIN_TYPES = (int, float, complex, str, bytes, bool, type(None), slice, range, frozenset, set)
+_CONSTANTS = (*_PLAIN_TYPES, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call of a module: arguments and result.
+    """A call of a module: arguments and result."""
 
-    Attributes:
-        arguments: positional arguments by number, keyword arguments by name.
-        result: the result.
-        leaves: the leaves of the arguments, each with its version (the number of writes to a tensor).
-        results: the tensors inside the result, each with its version.
-    """
-
-    arguments: dict[Any, Any]
-    result: Any
+    arguments: dict[Any, Any]  # Positional arguments by number, keyword arguments by name.
+    result: Any  # The result.
+    # The leaves of the arguments, each with its version (the number of writes to a tensor).
     leaves: dict[Path, tuple[Any, int]]
-    results: list[tuple[torch.Tensor, int]]
+    results: list[tuple[torch.Tensor, int]]  # The tensors inside the result, each with its version.
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "ModuleCall":
@@ -56,7 +52,9 @@ class ModuleCall:
             return "its result has been written to since"
         now = dict(leaves_in(self.arguments))
         for path, (leaf, before) in self.leaves.items():
-            if not _is_untouched(leaf, now.get(path)) or version(leaf) != before:
+            other = now.get(path)
+            untouched = other is leaf if isinstance(leaf, torch.Tensor) else is_same(leaf, other)
+            if not untouched or version(leaf) != before:
                 return f"its argument {'.'.join(map(str, path))} is written to on the way"
         return ""
 
@@ -73,9 +71,15 @@ def is_same(ahead: Any, value: Any) -> bool:
     if type(ahead) is not type(value):
         return False
     if isinstance(ahead, torch.Tensor):
-        return _is_same_memory(ahead, value)
+        if ahead.is_nested or value.is_nested:
+            return False
+        ours, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (ahead, value))
+        return ours == theirs
     if isinstance(ahead, _JAGGED):
-        return _is_same_jagged(ahead, value)
+        # Compare the memory, because wrappers may be new and offsets computed again from the same lengths.
+        keys = isinstance(ahead, KeyedJaggedTensor) and ahead.keys() != value.keys()
+        parts = ((each.values(), each.weights_or_none(), each.lengths()) for each in (ahead, value))
+        return not keys and all(map(is_same, *parts))
     if isinstance(ahead, list | tuple):
         return len(ahead) == len(value) and all(map(is_same, ahead, value))
     if isinstance(ahead, Mapping):
@@ -83,36 +87,7 @@ def is_same(ahead: Any, value: Any) -> bool:
         return names == list(value.keys()) and all(is_same(ahead[name], value[name]) for name in names)
     if dataclasses.is_dataclass(ahead):
         return all(is_same(getattr(ahead, f.name), getattr(value, f.name)) for f in dataclasses.fields(ahead))
-    return _is_constant(ahead) and bool(ahead == value)
-
-
-def _is_same_memory(ahead: torch.Tensor, value: torch.Tensor) -> bool:
-    if ahead.is_nested or value.is_nested:
-        return False
-    return (ahead.data_ptr(), ahead.shape, ahead.stride(), ahead.dtype, ahead.device) == (
-        value.data_ptr(),
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.device,
-    )
-
-
-def _is_same_jagged(ahead: Any, value: Any) -> bool:
-    """Compare the memory, because wrappers may be new and offsets computed again from the same lengths."""
-    keys = isinstance(ahead, KeyedJaggedTensor) and ahead.keys() != value.keys()
-    if keys or not is_same(ahead.values(), value.values()):
-        return False
-    return is_same(ahead.weights_or_none(), value.weights_or_none()) and is_same(ahead.lengths(), value.lengths())
-
-
-def _is_constant(value: Any) -> bool:
-    plain = (int, float, complex, str, bytes, bool, type(None), slice, range, frozenset, set)
-    return isinstance(value, (*plain, torch.dtype, torch.device, torch.layout, torch.memory_format))
-
-
-def _is_untouched(before: Any, now: Any) -> bool:
-    return now is before if isinstance(before, torch.Tensor) else is_same(before, now)
+    return isinstance(ahead, _CONSTANTS) and bool(ahead == value)
 
 
 def version(value: Any) -> int:
@@ -137,18 +112,13 @@ class ModuleState:
     Two states differ if an attribute was replaced, if an item of a container changed (dicts, lists, tuples,
     deques, sets and arrays, also nested), or if a tensor was written to. This does not detect changes of single
     items beyond the first `MOST_ITEMS`, or inside other objects.
-
-    Attributes:
-        shape: type, size and position among the leaves of each container, and copies of sets and arrays.
-        leaves: all values that are not containers.
-        of_torch: the attributes that torch gives to every module.
-        versions: the number of writes to each tensor.
     """
 
+    # Type, size and position among the leaves of each container, and copies of sets and arrays.
     shape: list[Any] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
-    of_torch: list[Any] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)  # All values that are not containers.
+    of_torch: list[Any] = field(default_factory=list)  # The attributes that torch gives to every module.
+    versions: list[int] = field(default_factory=list)  # The number of writes to each tensor.
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModuleState":

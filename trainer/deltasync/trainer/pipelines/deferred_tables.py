@@ -6,10 +6,10 @@ the optimizer step. It then looks up the ids of all micro-batches again, togethe
 the backward of that lookup. The table's optimizer sees the same as for one large batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -20,34 +20,23 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.base.errors import InvalidInput
-from deltasync.trainer.pipelines.patches import AttributePatches
+from deltasync.trainer.pipelines.lookahead import AttributePatches
 from deltasync.trainer.tracking.modules import named_modules, sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of
-
-
-class ForwardState(Protocol):
-    """Says whether a pipeline is running its forward."""
-
-    in_forward: bool
 
 
 class DeferredTables:
     """The fused tables of a model, with the gradients to apply at the next optimizer step."""
 
-    def __init__(self, model: nn.Module, pipeline: "ForwardState") -> None:
+    def __init__(self, model: nn.Module, in_forward: Callable[[], bool]) -> None:
         """Find the lookups of a model, without attaching to them.
 
-        Args:
-            model: the model.
-            pipeline: says whether the pipeline is running its forward; other forwards update tables in backward.
-
-        Raises:
-            InvalidInput: the update of a table cannot be deferred.
+        `in_forward` says whether the pipeline is running its forward; other forwards update tables in backward.
         """
         _refuse_undeferrable(model)
         self._model = model
         self._patches = AttributePatches()
-        self.pipeline = pipeline
+        self.in_forward = in_forward
         self.find_lookups()
 
     def find_lookups(self) -> None:
@@ -105,12 +94,8 @@ class DeferredLookup:
         self.pending: list[_PendingLookup] = []
 
     def __call__(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        """Look up the rows without updating the table in backward.
-
-        Raises:
-            InvalidInput: the update for these features cannot be deferred.
-        """
-        if not self.tables.pipeline.in_forward:
+        """Look up the rows without updating the table in backward."""
+        if not self.tables.in_forward():
             return self._look_up(sparse_features)
         if not torch.is_grad_enabled():
             with _iterations_preserved(_kernels(self.lookup)):

@@ -1,10 +1,10 @@
-"""Attaches a pipeline to a model and detaches it. For the training thread."""
+"""Calls modules ahead of forward, with replacements for their forwards. For the training thread."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,39 +17,51 @@ from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import group_of
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.calls import ModuleCall, ModuleState
-from deltasync.trainer.pipelines.patches import AttributePatches
 from deltasync.trainer.pipelines.plan import LookAheadPlan, arguments, compute, make_plan
 from deltasync.trainer.pipelines.trial import why_not_early
+
+_MISSING = object()
+
+
+class AttributePatches:
+    """Attributes that were replaced on objects, with their earlier values.
+
+    Replacing the `forward` of a module, instead of wrapping the module, keeps the names of its parameters.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`."""
+        self._before.append((owner, name, value, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all replacements are still in place."""
+        return all(vars(owner).get(name, _MISSING) is value for owner, name, value, _ in self._before)
+
+    def undo(self) -> None:
+        """Put the earlier values back, in reverse order."""
+        while self._before:
+            owner, name, _, before = self._before.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
 
 @dataclass
 class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec's types are not followed
-    """The work done ahead for a batch in the pipeline.
+    """The work done ahead for a batch in the pipeline."""
 
-    Attributes:
-        started: whether the work has started.
-        values: the values of the plan's nodes.
-        calls: calls of preprocessing modules that forward has not used yet, by FQN, each with the module's state
-            before the call.
-        lookups: calls of sharded modules, by FQN.
-    """
-
-    started: bool = False
-    values: dict[fx.Node, Any] = field(default_factory=dict)
+    started: bool = False  # Whether the work has started.
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # The values of the plan's nodes.
+    # Calls of preprocessing modules that forward has not used yet, by FQN, each with the module's state before
+    # the call.
     calls: dict[str, list[tuple[ModuleState, ModuleCall]]] = field(default_factory=dict)
-    lookups: dict[str, ModuleCall] = field(default_factory=dict)
-
-
-class ForwardOwner(Protocol):
-    """The object that has replaced the forwards."""
-
-    in_forward: bool
-
-    def detach(self) -> None:
-        """Restore the modules' own forwards."""
-
-    def goes_on(self, name: str, reason: str) -> bool:
-        """Whether to use the ids that a module has sent out ahead; if not, its own forward has been restored."""
+    lookups: dict[str, ModuleCall] = field(default_factory=dict)  # Calls of sharded modules, by FQN.
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
     """Replaces the forward of a sharded module: looks up the ids that were sent out ahead."""
 
     def __init__(
-        self, owner: ForwardOwner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
+        self, owner: "LookAhead", arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
     ) -> None:
         super().__init__(arguments.name, arguments, module, LookAheadContext(version=1), stream)
         self.owner, self._module = owner, module
@@ -89,7 +101,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 class PreprocessingForward:
     """Replaces the forward of a preprocessing module: returns the result computed ahead for the same call."""
 
-    def __init__(self, owner: ForwardOwner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
+    def __init__(self, owner: "LookAhead", name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._module, self._stream = owner, name, module, stream
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
@@ -99,11 +111,7 @@ class PreprocessingForward:
         self._context = context
 
     def ahead(self, context: LookAheadContext, *args: Any, **kwargs: Any) -> Any:
-        """Compute a result before forward needs it.
-
-        Raises:
-            Contradiction: the module writes to its arguments, or changes its own state.
-        """
+        """Compute a result before forward needs it, and check that this changed neither arguments nor module."""
         state, before = ModuleState.of(self._module), ModuleCall.of(args, kwargs)
         result = self._compute(*args, **kwargs)
         reason = before.why_different(args, kwargs)
@@ -147,17 +155,7 @@ class LookAhead:
     def __init__(
         self, model: nn.Module, device: torch.device, stream: torch.Stream | None, not_ahead: Collection[str]
     ) -> None:
-        """Check the names in `not_ahead`, without attaching.
-
-        Args:
-            model: the model.
-            device: the device of the model.
-            stream: the stream for the work ahead; None on a CPU.
-            not_ahead: FQNs of modules not to call ahead.
-
-        Raises:
-            InvalidInput: the model has no module of such a name.
-        """
+        """Check the names in `not_ahead`, without attaching. The work ahead runs on `stream`; None on a CPU."""
         self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
         self._on_any_rank = partial(on_any_rank, what="a pipeline's start", group=group_of(model), device=device)
         modules = dict(self._model.named_modules())
@@ -178,15 +176,10 @@ class LookAhead:
         self._logged = set[tuple[str, str]]()
 
     def attach(self, batch: Any) -> None:
-        """Replace the modules' forwards. Detaches any other `OnlinePipeline` from the model.
-
-        Args:
-            batch: a first batch, to try calls ahead on a copy of it.
-
-        Raises:
-            Contradiction: another kind of pipeline is attached.
-        """
-        self._detach_others()
+        """Replace the modules' forwards, and detach any other pipeline. Tries a copy of the first batch."""
+        for module in self._model.modules():
+            if isinstance(before := vars(module).get("forward"), LookupForward):
+                before.owner.detach()
         if self._stream:  # The work ahead may read tensors of the model.
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream())
         mode = self._model.training
@@ -194,19 +187,21 @@ class LookAhead:
             self._plans[mode] = self._make_plan(batch)
         self._plan = self._plans[mode]
         for name in self._plan.lookups:
-            self._patch_lookup(name, self._model.get_submodule(name))
-        for name, module in self._plan.preprocessing.items():
-            forward = PreprocessingForward(self, name, module, self._stream)
+            sharded: Any = self._model.get_submodule(name)
+            if isinstance(vars(sharded).get("forward"), BaseForward):
+                raise Contradiction(f"module {name!r} is attached to another pipeline; detach() that one first")
+            arguments = LookupArguments(name, self._plan.lookups[name])
+            self._patch(name, sharded, "forward", LookupForward(self, arguments, sharded, self._stream))
+            self._patch(name, sharded, "is_pipelined", True)
+            self.modules.append(sharded)
+        for name, preprocessing in self._plan.preprocessing.items():
+            forward = PreprocessingForward(self, name, preprocessing, self._stream)
             self.preprocessing.append(forward)
-            self._patch(name, module, "forward", forward)
+            self._patch(name, preprocessing, "forward", forward)
         self.attached, self._sharing_splits = True, False
 
     def detach(self) -> None:
-        """Restore the modules' own forwards.
-
-        Raises:
-            Contradiction: other code has replaced them since.
-        """
+        """Restore the modules' own forwards."""
         self.check()
         for patches in self._patches.values():
             patches.undo()
@@ -216,17 +211,10 @@ class LookAhead:
         self.attached = False
 
     def goes_on(self, name: str, reason: str) -> bool:
-        """Decide whether to use the ids that a sharded module has sent out ahead.
+        """Whether to use the ids that a sharded module has sent out ahead; `reason` says how features differ.
 
         In the first forward with a plan, ranks decide together: if forward calls the module with other features on
-        any rank, all ranks stop calling it ahead.
-
-        Args:
-            name: FQN of the module.
-            reason: how the features differ; empty if they do not.
-
-        Raises:
-            Contradiction: the features differ in a later forward, when other ranks already continue.
+        any rank, all ranks stop calling it ahead. Later, other ranks already continue, and it is an error.
         """
         if self._model.training in self._confirmed:
             if reason:
@@ -260,11 +248,7 @@ class LookAhead:
         return not self._plans
 
     def check(self) -> None:
-        """Check that the replacements are still in place.
-
-        Raises:
-            Contradiction: other code has replaced one since.
-        """
+        """Check that the replacements are still in place."""
         for name, patches in self._patches.items():
             if not patches.in_place:
                 raise Contradiction(
@@ -279,8 +263,9 @@ class LookAhead:
             try:
                 context.values[node] = compute(node, batch, self._model, modules, context.values)
             except Exception as error:
+                by = f"module {node.target!r}" if node.op == "call_module" else f"{node.name} of the batch"
                 error.add_note(
-                    f"raised ahead of forward, by {_what(node)}: if forward does not do so for every batch, name "
+                    f"raised ahead of forward, by {by}: if forward does not do so for every batch, name "
                     f"the module in PipelineOptions.not_ahead"
                 )
                 raise
@@ -291,16 +276,11 @@ class LookAhead:
             return
         self._sharing_splits = True
         for module in self.modules:
-            for dist in _all_to_alls(module):
+            inputs = [each for child in module.modules() for each in getattr(child, "_input_dists", ())]
+            for dist in (each._dist for each in inputs if hasattr(each, "_dist")):
                 if not isinstance(dist.forward, KJTAllToAllForward):
                     combined = KJTAllToAllForward(pg=dist._pg, splits=dist._splits, stagger=dist._stagger)
                     self._patch(module.forward.name, dist, "forward", combined)
-
-    def _detach_others(self) -> None:
-        for module in self._model.modules():
-            before = vars(module).get("forward")
-            if isinstance(before, LookupForward):
-                before.owner.detach()
 
     def _make_plan(self, batch: Any) -> LookAheadPlan:
         plan = self._common_plan()
@@ -341,24 +321,5 @@ class LookAhead:
             self._logged.add((name, reason))
             logger.warning("module %r is not pipelined: %s", name, reason)
 
-    def _patch_lookup(self, name: str, module: Any) -> None:
-        if isinstance(vars(module).get("forward"), BaseForward):
-            raise Contradiction(f"module {name!r} is attached to another pipeline; detach() that one first")
-        arguments = LookupArguments(name, self._plan.lookups[name])
-        self._patch(name, module, "forward", LookupForward(self, arguments, module, self._stream))
-        self._patch(name, module, "is_pipelined", True)
-        self.modules.append(module)
-
     def _patch(self, name: str, owner: Any, attribute: str, value: Any) -> None:
         self._patches.setdefault(name, AttributePatches()).replace(owner, attribute, value)
-
-
-def _all_to_alls(module: nn.Module) -> Iterator[Any]:
-    for child in module.modules():
-        for dist in getattr(child, "_input_dists", ()):
-            if hasattr(dist, "_dist"):
-                yield dist._dist
-
-
-def _what(node: fx.Node) -> str:
-    return f"module {node.target!r}" if node.op == "call_module" else f"{node.name} of the batch"

@@ -20,7 +20,7 @@ from deltasync.trainer.distributed.ranks import begun_together, ranks_of
 from deltasync.trainer.pipelines.batches import hand_over, to_device
 from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead import LookAhead, LookAheadContext
-from deltasync.trainer.pipelines.options import WHY_NOT_TAKEN, PipelineOptions, refuse
+from deltasync.trainer.pipelines.options import PipelineOptions
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast, refuse_backward_updates
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
 from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
@@ -59,7 +59,6 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         options: PipelineOptions | None = None,
-        **others: Any,
     ) -> None:
         """Prepare a pipeline, which attaches to the model at the first `progress`.
 
@@ -70,15 +69,11 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             optimizer: the optimizer of all parameters that are not updated in backward.
             device: the device of the model.
             options: how to train.
-            others: other arguments of TorchRec's pipelines; the pipeline refuses them and says why.
 
         Raises:
             InvalidInput: the model does not support the options, or ranks have different options; all ranks raise
                 it. Also raised if `options` is not a `PipelineOptions`.
-            TypeError: there are other arguments.
         """
-        if others:
-            refuse(others)
         options = options or PipelineOptions()
         if not isinstance(options, PipelineOptions):
             raise InvalidInput(f"options: {options!r}, expected PipelineOptions")
@@ -88,7 +83,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             accept_tensordicts(model)
             super().__init__(model, optimizer, device, context_type=LookAheadContext)
             self._ahead = LookAhead(model, device, self._data_dist_stream, options.not_ahead)
-            self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
+            self._tables = DeferredTables(model, lambda: self._ahead.in_forward) if options.defers_tables else None
         self._options, self._own_optimizer = options, optimizer
         self._pipelined_modules, self._pipelined_postprocs = self._ahead.modules, self._ahead.preprocessing
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
@@ -116,7 +111,9 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if self._failure:
             raise Contradiction(self._failure)
         if self._optimizer is not self._own_optimizer:
-            raise Contradiction(f"GradientAccumulationWrapper: {WHY_NOT_TAKEN['pipeline']}; use grad_accum")
+            raise Contradiction(
+                "GradientAccumulationWrapper: OnlinePipeline accumulates gradients itself; use grad_accum"
+            )
         if self._late:
             raise self._late.pop()
         self._take_batches_of_mode()
@@ -134,9 +131,15 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         if not self._options.enqueue_batch_after_forward:
             self.enqueue_batch(dataloader_iter)
         if self._model.training and self._cycle.begins:
-            self._begin_step()
+            self._cycle.open()
+            with record_function("## zero_grad ##"):
+                self._optimizer.zero_grad()
         try:
-            output = self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
+            if self._model.training:
+                output = self._train(dataloader_iter)
+            else:
+                with torch.no_grad():  # Otherwise deferred tables would keep the lookup for the next step.
+                    _, output = self._forward_and_receive(dataloader_iter)
         except BaseException as error:
             if self.contexts[0].started:  # Otherwise forward has failed, and can run again.
                 self._leave_out(error)
@@ -177,11 +180,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.share_splits()
 
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:  # noqa: ARG002
-        """Attach to the model again if there are batches in flight; otherwise the next `progress` attaches.
-
-        Raises:
-            Contradiction: `model` is another model, or another kind of pipeline is attached to it.
-        """
+        """Attach to the model again if there are batches in flight; otherwise the next `progress` attaches."""
         if model is not None and model is not self._model:
             raise Contradiction("a pipeline stays with its model: make a new one for another")
         if self.batches:
@@ -279,7 +278,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.detach()
         if self._tables:
             self._tables.find_lookups()
-        self._cycle.forget_reducers()
+        self._cycle.reducers = None
         for waiting in self._in_flight.values():
             for place in range(len(waiting.contexts)):
                 waiting.contexts[place] = self._create_context()
@@ -311,16 +310,6 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._receive(1)
         return result
 
-    def _evaluate(self, dataloader_iter: Iterator[In]) -> Out:
-        with torch.no_grad():  # Otherwise deferred tables would keep the lookup for the next step.
-            _, output = self._forward_and_receive(dataloader_iter)
-        return output
-
-    def _begin_step(self) -> None:
-        self._cycle.open()
-        with record_function("## zero_grad ##"):
-            self._optimizer.zero_grad()
-
     def _train(self, dataloader_iter: Iterator[In]) -> Out:
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):
@@ -342,12 +331,12 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
 
     def _backward(self, losses: torch.Tensor) -> None:
         loss = self._cycle.share(losses)
-        super()._backward(self._scale.scaled(loss) if self._scale else loss)
+        super()._backward(self._scale.scale(loss) if self._scale else loss)
 
     def _optimizer_step(self) -> None:
         with record_function(f"## optimizer {self.contexts[0].index} ##"):
             if self._scale:
-                self._scale.step(self._step, self._close_cycle)
+                self._scale.take(self._step, self._close_cycle)
             else:
                 self._close_cycle()
                 self._step.step()
@@ -382,7 +371,7 @@ class AccumulationCycle:
     def __init__(self, model: nn.Module, micro_batches: int) -> None:
         self._model, self._micro_batches = model, micro_batches
         self._done = 0
-        self._reducers: list[DistributedDataParallel] | None = None
+        self.reducers: list[DistributedDataParallel] | None = None  # None: find them at the next micro-batch.
 
     @property
     def begins(self) -> bool:
@@ -390,11 +379,7 @@ class AccumulationCycle:
         return self._done == 0
 
     def open(self) -> None:
-        """Begin a step.
-
-        Raises:
-            Contradiction: the model has gradients of an incomplete step of another pipeline.
-        """
+        """Begin a step, unless the model has gradients of an incomplete step of another pipeline."""
         reference = _OPEN.get(self._model)
         other = reference() if reference else None
         if other and other is not self and not other.begins:
@@ -435,22 +420,16 @@ class AccumulationCycle:
                 module._has_rebuilt_buckets = False
                 module.reducer._reset_state()
 
-    def forget_reducers(self) -> None:
-        """Find the DDP modules again at the next micro-batch, because the model has new lookups."""
-        self._reducers = None
-
     def _reducers_to_pause(self) -> list[DistributedDataParallel]:
         """The model's DDP modules: the outermost one, and those around data-parallel tables.
 
         One with a static graph learns the graph in its very first backward, so it must exchange gradients there.
         Averaging these over ranks again in the last micro-batch does not change them.
         """
-        if self._reducers is None:
-            self._reducers = [
-                one for one in _with_lookups(self._model) if isinstance(one, DistributedDataParallel)
-            ]
-            return [reducer for reducer in self._reducers if not reducer.static_graph]
-        return self._reducers
+        if self.reducers is None:
+            self.reducers = [one for one in _with_lookups(self._model) if isinstance(one, DistributedDataParallel)]
+            return [reducer for reducer in self.reducers if not reducer.static_graph]
+        return self.reducers
 
 
 def _with_lookups(model: nn.Module) -> Iterator[nn.Module]:

@@ -21,23 +21,15 @@ _ACCESSES = (getattr, operator.getitem)
 
 @dataclass(frozen=True)
 class LookAheadPlan:
-    """The calls to make ahead of forward.
+    """The calls to make ahead of forward."""
 
-    Attributes:
-        nodes: nodes to compute ahead, in the order of forward: accesses to the batch, and preprocessing.
-        lookups: the only call of each sharded module, by FQN; its arguments are among `nodes`.
-        preprocessing: modules that `nodes` call, by FQN.
-        reasons: why other sharded modules, and modules that compute their arguments, are not called ahead, by FQN.
-    """
-
+    # Nodes to compute ahead, in the order of forward: accesses to the batch, and preprocessing.
     nodes: list[fx.Node] = field(default_factory=list)
+    # The only call of each sharded module, by FQN; its arguments are among `nodes`.
     lookups: dict[str, fx.Node] = field(default_factory=dict)
-    preprocessing: dict[str, nn.Module] = field(default_factory=dict)
+    preprocessing: dict[str, nn.Module] = field(default_factory=dict)  # Modules that `nodes` call, by FQN.
+    # Why other sharded modules, and modules that compute their arguments, are not called ahead, by FQN.
     reasons: dict[str, str] = field(default_factory=dict)
-
-    def tensors_of(self, model: nn.Module) -> dict[fx.Node, Any]:
-        """The tensors of the model that the nodes read."""
-        return {node: tensor_of(model, node) for node in self.nodes if node.op == "get_attr"}
 
     def without(self, node: fx.Node, error: str) -> dict[str, str]:
         """Why a node fails ahead, by FQN of the module that it calls, or of the lookups that need it."""
@@ -48,17 +40,15 @@ class LookAheadPlan:
 
 
 def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> LookAheadPlan:
-    """Plan the calls ahead for a model in its current mode.
-
-    Args:
-        model: the model without the wrappers of parallel training.
-        exclusions: the reason for each module not to call ahead, by FQN.
-    """
+    """Plan the calls ahead for a model in its current mode."""
     try:
         graph = trace(model)
     except Exception as error:  # noqa: BLE001  # The model's own code runs here, with stand-ins for its inputs.
         sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedModule)]
-        reason = f"the model's forward can't be traced: {place_of(error)}: {type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+        reason = f"the model's forward can't be traced: {place}: {type(error).__name__}: {error}"
         return LookAheadPlan(reasons=dict.fromkeys(sharded, reason))
     return _Planner(model, graph, exclusions).plan()
 
@@ -159,15 +149,7 @@ def compute(
     modules: Mapping[str, Callable[..., Any]],
     values: Mapping[fx.Node, Any],
 ) -> Any:
-    """Compute the value of a node of a plan.
-
-    Args:
-        node: the node.
-        batch: the argument of the next forward.
-        model: the traced model.
-        modules: the function to call for each preprocessing module, by FQN.
-        values: the values of all nodes that this one needs.
-    """
+    """Compute the value of a node of a plan."""
     if node.op == "placeholder":  # Only the batch is passed to forward; its other arguments have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
     if node.op == "get_attr":
@@ -262,7 +244,8 @@ class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followe
 
     def create_arg(self, argument: Any) -> Any:
         """Replace an argument that torch.fx does not support by an `OpaqueArgument`, instead of failing."""
-        if _loses_its_type(argument):
+        plain = type(argument) in (tuple, list, dict) or hasattr(argument, "_fields")
+        if isinstance(argument, tuple | list | dict) and not plain:  # torch.fx would lose its type, as torch.Size.
             return OpaqueArgument(type(argument).__name__)
         try:
             return super().create_arg(argument)
@@ -270,18 +253,9 @@ class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followe
             return OpaqueArgument(type(argument).__name__)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
+        has_sharded = any(isinstance(one, ShardedModule) for one in module.modules())
+        goes_in = has_sharded or getattr(module, "_is_pytorch_fx_traceable", False)
         return not goes_in or bool(super().is_leaf_module(module, name))
-
-
-def _loses_its_type(argument: Any) -> bool:
-    """Whether torch.fx turns a container into a plain one: torch.Size into a tuple, OrderedDict into a dict."""
-    plain = type(argument) in (tuple, list, dict) or hasattr(argument, "_fields")
-    return isinstance(argument, tuple | list | dict) and not plain
-
-
-def _has_sharded(module: nn.Module) -> bool:
-    return any(isinstance(one, ShardedModule) for one in module.modules())
 
 
 @dataclass(frozen=True)
@@ -302,13 +276,6 @@ def opaque_arguments(argument: Any) -> Iterator[OpaqueArgument]:
     elif isinstance(argument, list | tuple):
         for item in argument:
             yield from opaque_arguments(item)
-
-
-def place_of(error: Exception) -> str:
-    """File and line of the innermost frame of the model's own code in an error's traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
 
 
 def tensor_of(model: nn.Module, node: fx.Node) -> Any:

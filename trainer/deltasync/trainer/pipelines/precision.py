@@ -1,6 +1,6 @@
 """Mixed precision: autocast around forward, and a grad scaler for float16."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -60,7 +60,7 @@ class Step:
             self._tables.clear()
 
 
-class LossScale:
+class LossScale(ShardedGradScaler):
     """Multiplies the loss by a scale, and divides all gradients by it before the optimizer step.
 
     If a gradient is not finite on one rank, all ranks skip the step, for tables too.
@@ -68,66 +68,35 @@ class LossScale:
     """
 
     def __init__(self, initial: float, model: nn.Module, device: torch.device) -> None:
-        self._scaler = ShardedGradScaler(device.type, init_scale=initial, process_group=group_of(model))
+        super().__init__(device.type, init_scale=initial, process_group=group_of(model))
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run backward from."""
-        return self._scaler.scale(loss)
-
-    def step(self, step: Step, prepare: Callable[[], None]) -> None:
+    def take(self, step: Step, prepare: Callable[[], None]) -> None:
         """Unscale the gradients, call `prepare`, take the step if all are finite, and choose the next scale."""
-        self._scaler.unscale_(step)  # type: ignore[arg-type]
+        self.unscale_(step)  # type: ignore[arg-type]
         prepare()
-        self._scaler.step(step)  # type: ignore[arg-type]
+        self.step(step)  # type: ignore[arg-type]
         step.forget()
-        self._scaler.update()
+        self.update()
 
     def forget_step(self) -> None:
         """Forget that gradients of a failed step were already unscaled."""
-        self._scaler._per_optimizer_states.clear()
-
-    @property
-    def scale(self) -> float:
-        """The factor of the loss."""
-        return self._scaler.get_scale()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the scale for a checkpoint."""
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with a saved scale."""
-        self._scaler.load_state_dict(state)
+        self._per_optimizer_states.clear()
 
 
 _MARK = "_in_backward_optimizers"  # Set by `apply_optimizer_in_backward`, in PyTorch and in TorchRec.
 
 
 def refuse_backward_updates(model: nn.Module) -> None:
-    """Check that no part of the model is updated in backward, with scaled gradients.
-
-    Raises:
-        InvalidInput: some parts are; the message names them.
-    """
-    updated = [*_fused_modules(model), *_parameters_in_backward(model)]
-    if updated:
+    """Check that no part of the model is updated in backward, with scaled gradients."""
+    modules: dict[str, str] = {}
+    for name, module in modules_outside_of_tables(model):
+        fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
+        if fused and not any(f"{name}.".startswith(f"{other}.") for other in modules):
+            modules[name] = f"module {name!r} ({type(module).__name__})"
+    parameters = (f"parameter {name!r}" for name, one in outside_of_tables(model) if hasattr(one, _MARK))
+    if updated := [*modules.values(), *parameters]:
         raise InvalidInput(
             f"amp_dtype=torch.float16: {', '.join(updated)}: updated in backward, while its gradients are still "
             f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or pass it to the "
             f"optimizer, or shard it"
         )
-
-
-def _fused_modules(model: nn.Module) -> Iterator[str]:
-    outermost: list[str] = []
-    for name, module in modules_outside_of_tables(model):
-        fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
-        if fused and not any(f"{name}.".startswith(f"{other}.") for other in outermost):
-            outermost.append(name)
-            yield f"module {name!r} ({type(module).__name__})"
-
-
-def _parameters_in_backward(model: nn.Module) -> Iterator[str]:
-    for name, parameter in outside_of_tables(model):
-        if hasattr(parameter, _MARK):
-            yield f"parameter {name!r}"

@@ -40,7 +40,10 @@ def accept_tensordicts(model: nn.Module) -> None:
         if isinstance(module, ShardedEmbeddingModule):
             _accept_in_sharded(module)
         elif isinstance(module, _UNSHARDED):
-            _before_forward(module, _TensorDictConversion(_keys(_configs(module)), _is_weighted(module)))
+            bags = isinstance(module, EmbeddingBagCollectionInterface)
+            configs: Any = module.embedding_bag_configs() if bags else module.embedding_configs()
+            keys = list(dict.fromkeys(feature for config in configs for feature in config.feature_names))
+            _before_forward(module, _TensorDictConversion(keys, _is_weighted(module)))
         elif isinstance(module, _WITHOUT_TENSORDICTS):
             _before_forward(module, _TensorDictRefusal())
 
@@ -73,11 +76,7 @@ class OrderedInputDist:
         self._permutations: dict[tuple[str, ...], tuple[list[int], torch.Tensor]] = {}
 
     def __call__(self, ctx: Any, features: KeyedJaggedTensor | TensorDictBase) -> Any:
-        """Send the features out, in the module's order.
-
-        Raises:
-            InvalidInput: a feature is missing, or does not consist of ids.
-        """
+        """Send the features out, in the module's order."""
         return self._input_dist(ctx, self._in_order(features))
 
     def _in_order(self, features: KeyedJaggedTensor | TensorDictBase) -> KeyedJaggedTensor:
@@ -101,18 +100,13 @@ class OrderedInputDist:
         keys = tuple(features.keys())
         if features.variable_stride_per_key():
             raise InvalidInput(f"features of variable batch size have keys {keys}, in the first batch {order}")
+        if missing := [key for key in order if key not in keys]:
+            raise InvalidInput(f"keys {missing} are not in the KeyedJaggedTensor, which has {keys}")
         if keys not in self._permutations:
-            places = [keys.index(key) for key in _all_in(keys, order)]
+            places = [keys.index(key) for key in order]
             on_device = torch.tensor(places, dtype=torch.int32, device=features.device())
             self._permutations = {keys: (places, on_device)}  # Only keep the last one: there may be many orders.
         return features.permute(*self._permutations[keys])
-
-
-def _all_in(keys: tuple[str, ...], order: list[str]) -> list[str]:
-    missing = [key for key in order if key not in keys]
-    if missing:
-        raise InvalidInput(f"keys {missing} are not in the KeyedJaggedTensor, which has {keys}")
-    return order
 
 
 def _features_by_sharding(module: Any) -> list[str]:
@@ -185,15 +179,6 @@ def refuse_tensorclass(features: Any) -> None:
         raise InvalidInput(f"{type(features).__name__} is a tensorclass: pass its `to_tensordict()`")
 
 
-def _configs(module: Any) -> list[Any]:
-    bags = isinstance(module, EmbeddingBagCollectionInterface)
-    return list(module.embedding_bag_configs() if bags else module.embedding_configs())
-
-
-def _keys(configs: list[Any]) -> list[str]:
-    return list(dict.fromkeys(feature for config in configs for feature in config.feature_names))
-
-
 def _is_weighted(module: Any) -> bool | None:
     """Whether a module multiplies rows by weights; None for modules without pooling, which ignore weights."""
     if isinstance(module, EmbeddingCollectionInterface | ShardedEmbeddingCollection):
@@ -220,8 +205,10 @@ def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | No
         raise InvalidInput(f"keys {list(keys)}: expected at least one key, and no key twice")
     features_by_key = {key: _jagged(features, key) for key in keys}
     weights = [_weights(key, jagged) for key, jagged in features_by_key.items()] if weighted else None
-    if weighted is False:
-        _refuse_weights(features_by_key)
+    for key, jagged in features_by_key.items():
+        # TorchRec's sharded modules would apply the weights, and its unsharded ones would not.
+        if weighted is False and jagged.weights_or_none() is not None:
+            raise InvalidInput(f"key {key!r} has ids with weights, for tables that do not weight them")
     lengths = _lengths(features_by_key)
     length_per_key = lengths.sum(1).tolist()
     for (key, jagged), length in zip(features_by_key.items(), length_per_key, strict=True):
@@ -264,20 +251,15 @@ def _lengths(by_key: dict[str, JaggedTensor]) -> torch.Tensor:
         jagged.offsets().numel() - 1 if length is None else length.numel()
         for jagged, length in zip(by_key.values(), lengths, strict=True)
     ]
-    _check_examples(dict(zip(by_key, examples, strict=True)))
+    for key, count in zip(by_key, examples, strict=True):
+        if count != examples[0]:
+            raise InvalidInput(
+                f"key {key!r} has {count} examples, key {next(iter(by_key))!r} has {examples[0]}: features of "
+                f"variable batch size need a KeyedJaggedTensor with inverse indices"
+            )
     if all(length is None for length in lengths):
         return torch.diff(torch.stack([jagged.offsets() for jagged in by_key.values()]))
     return torch.stack([jagged.lengths() for jagged in by_key.values()])
-
-
-def _check_examples(examples: dict[str, int]) -> None:
-    first, expected = next(iter(examples.items()))
-    for key, count in examples.items():
-        if count != expected:
-            raise InvalidInput(
-                f"key {key!r} has {count} examples, key {first!r} has {expected}: features of variable batch size "
-                f"need a KeyedJaggedTensor with inverse indices"
-            )
 
 
 def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:
@@ -288,13 +270,6 @@ def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:
         shape = tuple(weights.shape)
         raise InvalidInput(f"key {key!r} has {jagged.values().numel()} ids, and weights of shape {shape}")
     return weights
-
-
-def _refuse_weights(by_key: dict[str, JaggedTensor]) -> None:
-    """Refuse weights, because TorchRec's sharded modules would apply them and its unsharded ones would not."""
-    for key, jagged in by_key.items():
-        if jagged.weights_or_none() is not None:
-            raise InvalidInput(f"key {key!r} has ids with weights, for tables that do not weight them")
 
 
 def _described(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from deltasync.trainer.pipelines.plan import (
     compute,
     random_states,
     random_states_preserved,
+    tensor_of,
 )
 
 _TENSORS = (torch.Tensor, JaggedTensor, KeyedJaggedTensor)
@@ -37,9 +38,11 @@ def why_not_early(plan: LookAheadPlan, model: nn.Module, batch: Any) -> dict[str
     try:
         modules = copy.deepcopy(plan.preprocessing)  # In one call, because modules may share objects.
     except Exception as error:  # noqa: BLE001  # As above.
-        return _why_not_copied(plan.preprocessing) or dict.fromkeys(plan.preprocessing, _no_copy(error))
-    reasons: dict[str, str] = {}
-    tensors = plan.tensors_of(model)
+        alone = {name: _why_not_copied(module) for name, module in plan.preprocessing.items()}
+        reasons = {name: reason for name, reason in alone.items() if reason}
+        return reasons or dict.fromkeys(plan.preprocessing, _no_copy(error))
+    reasons = {}
+    tensors = {node: tensor_of(model, node) for node in plan.nodes if node.op == "get_attr"}
     values: dict[fx.Node, Any] = {}
     with random_states_preserved():
         for node in plan.nodes:
@@ -57,14 +60,12 @@ def why_not_early(plan: LookAheadPlan, model: nn.Module, batch: Any) -> dict[str
     return reasons
 
 
-def _why_not_copied(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    reasons = {}
-    for name, module in modules.items():
-        try:
-            copy.deepcopy(module)
-        except Exception as error:  # noqa: BLE001  # As above.
-            reasons[name] = _no_copy(error)
-    return reasons
+def _why_not_copied(module: nn.Module) -> str:
+    try:
+        copy.deepcopy(module)
+    except Exception as error:  # noqa: BLE001  # As above.
+        return _no_copy(error)
+    return ""
 
 
 def _no_copy(error: Exception) -> str:

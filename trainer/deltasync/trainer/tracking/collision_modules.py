@@ -21,7 +21,6 @@ from deltasync.trainer.tracking.compared_rows import follow_numbers
 from deltasync.trainer.tracking.modules import named_modules, table_fqn
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
-_IDENTITIES = "_hash_zch_identities"
 _INT64 = np.dtype("<i8")
 _LARGEST = int(np.iinfo(np.int64).max)
 
@@ -32,14 +31,10 @@ class Routing:
 
     An id below `block * shards` goes to the shard of its block, any other id to shard `id % shards`. Ids are read
     as unsigned.
-
-    Attributes:
-        block: number of consecutive ids per shard.
-        shards: number of shards.
     """
 
-    block: int
-    shards: int
+    block: int  # Number of consecutive ids per shard.
+    shards: int  # Number of shards.
 
     def range_of(self, shard: int) -> tuple[int, int]:
         """The first raw id of a shard's block and the end of the block, which is at most the largest int64."""
@@ -54,32 +49,23 @@ class Routing:
 
 @dataclass(frozen=True, eq=False)
 class CollisionModule:
-    """A managed collision module, and this rank's shard of the table whose rows it assigns to raw ids.
+    """A managed collision module, and this rank's shard of the table whose rows it assigns to raw ids."""
 
-    Attributes:
-        name: the module's FQN.
-        module: the module, with the raw ids of this rank's rows.
-        of: the table's FQN.
-        rows: number of rows of the table.
-        row_offset: the first row of this rank.
-        number: number of this rank's shard.
-        shards: number of shards of the table.
-        sharded: whether the table is sharded, even if only over one rank.
-    """
-
-    name: str
-    module: Any
-    of: str
-    rows: int
-    row_offset: int
-    number: int
-    shards: int
-    sharded: bool
+    name: str  # The module's FQN.
+    module: Any  # The module, with the raw ids of this rank's rows.
+    of: str  # The table's FQN.
+    rows: int  # Number of rows of the table.
+    row_offset: int  # The first row of this rank.
+    number: int  # Number of this rank's shard.
+    shards: int  # Number of shards of the table.
+    sharded: bool  # Whether the table is sharded, even if only over one rank.
 
     @property
     def hashes(self) -> bool:
         """Whether the module finds raw ids by hashing (HashZch) instead of in a sorted list."""
-        return hasattr(self.module, _IDENTITIES)  # An `isinstance` would import HashZch, which compiles kernels.
+        return hasattr(
+            self.module, "_hash_zch_identities"
+        )  # An `isinstance` would import HashZch, which compiles kernels.
 
     @property
     def local_rows(self) -> int:
@@ -131,16 +117,14 @@ def _of_collection(name: str, module: Any) -> Iterator[CollisionModule]:
         )
         rows = collection._table_name_to_config[table].num_embeddings
         offsets, offset = _shard_offsets(collection, table)
-        of = _table(f"{name}._embedding_module".removeprefix("."), module._embedding_module, table)
+        embeddings, inside = module._embedding_module, f"{name}._embedding_module".removeprefix(".")
+        if isinstance(embeddings, ShardedEmbeddingModule):
+            of = table_fqn(inside, embeddings, table)
+        else:
+            kind = "embedding_bags" if isinstance(embeddings, EmbeddingBagCollection) else "embeddings"
+            of = f"{inside}.{kind}.{table}"
         sharded = isinstance(collection, ShardedManagedCollisionCollection)
         yield CollisionModule(fqn, collisions, of, rows, offset, offsets.index(offset), len(offsets), sharded)
-
-
-def _table(name: str, embeddings: nn.Module, table: str) -> str:
-    if isinstance(embeddings, ShardedEmbeddingModule):
-        return table_fqn(name, embeddings, table)
-    kind = "embedding_bags" if isinstance(embeddings, EmbeddingBagCollection) else "embeddings"
-    return f"{name}.{kind}.{table}"
 
 
 def _shard_offsets(collection: nn.Module, table: str) -> tuple[list[int], int]:
@@ -170,16 +154,11 @@ def _check(one: CollisionModule) -> None:
 
 
 class CollisionMapShard:
-    """This rank's share of the map of a managed collision module, as tracked tables. Use within the gate.
-
-    Attributes:
-        of: the table whose rows the map assigns to raw ids.
-        tables: the map and, if the module has it, the table of rows for unknown raw ids.
-    """
+    """This rank's share of the map of a managed collision module, as tracked tables. Use within the gate."""
 
     def __init__(self, collision: CollisionModule) -> None:
         """Read the current map."""
-        self.of = collision.of
+        self.of = collision.of  # The table whose rows the map assigns to raw ids.
         self._collision = collision
         self._version: tuple[int, ...] = ()
         self._column = torch.zeros(collision.local_rows, dtype=torch.int64, device=collision.module.device)
@@ -188,11 +167,14 @@ class CollisionMapShard:
 
     def update(self) -> torch.Tensor:
         """Read the map again; return the local ids of rows whose raw id has changed: int64 [n]."""
-        version = self._buffers_version()
+        module, version = self._collision.module, tuple[int, ...]()
+        if not self._collision.hashes:  # A kernel writes to a hashed map without changing these numbers.
+            tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
+            version = tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
         if version and version == self._version:
             return self._column.new_empty(0)
         if self._collision.hashes:  # Free rows have -1 here. A row with raw id `FREE_ID` is published as free too.
-            identities = self._collision.module._hash_zch_identities.detach().view(-1)
+            identities = module._hash_zch_identities.detach().view(-1)
             changed = follow_numbers(identities, FREE_ID, -1, self._column)
         else:
             changed = follow_numbers(self._sorted(), 0, 0, self._column)
@@ -204,9 +186,6 @@ class CollisionMapShard:
 
         For evictions, its raw ids then count as looked up once, just now. Evictions that the module has not
         reported yet are dropped.
-
-        Args:
-            entries: the rows of the map's table, [n, 1], in host memory.
         """
         rows = torch.nonzero(entries.view(-1)).view(-1)
         raw = entries.view(-1)[rows] ^ FREE_ID
@@ -272,26 +251,14 @@ class CollisionMapShard:
             table, [TrackedShard(self._collision.shard(table), rows)], [], fused=False, replicated=False
         )
 
-    def _buffers_version(self) -> tuple[int, ...]:
-        """Numbers that change with a sorted map; empty for a hashed map, to which a kernel writes unnoticed."""
-        if self._collision.hashes:
-            return ()
-        module = self._collision.module
-        tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
-        return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
-
     def _sorted(self) -> torch.Tensor:
-        column = torch.zeros_like(self._column)
-        if column.is_cuda or not self._is_read(column):
-            column = self._checked_column()
-        return column
-
-    def _is_read(self, column: torch.Tensor) -> bool:
-        """Read a map in host memory into a `column` of zeros; False if `_checked_column` must do it instead."""
-        collision = self._collision
+        column, collision = torch.zeros_like(self._column), self._collision
+        if column.is_cuda:
+            return self._checked_column()
         raw, rows = collision.module._mch_sorted_raw_ids, collision.module._mch_remapped_ids_mapping
         first, end = collision.routing.range_of(collision.number)
-        return not read_sorted(raw.numpy(), rows.numpy(), collision.row_offset, first, end, column.numpy())
+        unsound = read_sorted(raw.numpy(), rows.numpy(), collision.row_offset, first, end, column.numpy())
+        return self._checked_column() if unsound else column
 
     def _checked_column(self) -> torch.Tensor:
         """Read a map in any memory, with checks, and without raw ids that are looked up in another shard."""
@@ -324,11 +291,6 @@ class CollisionMapShard:
                 f"managed collision module {collision.name!r}: {problem}; it holds rows {first} to "
                 f"{first + collision.local_rows - 1} of table {collision.of!r}"
             )
-
-
-def id_maps(model: nn.Module) -> list[CollisionMapShard]:
-    """The maps of all managed collision modules of a model."""
-    return [CollisionMapShard(collision) for collision in collision_modules(model)]
 
 
 def _ranges(collision: CollisionModule) -> torch.Tensor:

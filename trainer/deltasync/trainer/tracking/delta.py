@@ -130,23 +130,16 @@ class ReadMemory:
 
 @dataclass(eq=False)
 class ConsumerCursor:
-    """The cursor of a consumer, with its first values. Any thread may use it while it has the `lock`.
+    """The cursor of a consumer, with its first values. Any thread may use it while it has the `lock`."""
 
-    Attributes:
-        name: the consumer's name.
-        mode: what its reads return in addition to ids.
-        cursor: rows stamped later are new to the consumer.
-        first_values: by shard, the values of all rows at the cursor, in host memory; NaN for rows that the
-            consumer does not have. Empty unless the mode is EMBEDDING.
-        memory: memory for the rows that reads return.
-        lock: protects all other attributes; acquire it after the gate.
-    """
-
-    name: str
-    mode: TrackingMode
-    cursor: int
+    name: str  # The consumer's name.
+    mode: TrackingMode  # What its reads return in addition to ids.
+    cursor: int  # Rows stamped later are new to the consumer.
+    # By shard, the values of all rows at the cursor, in host memory; NaN for rows that the consumer does not
+    # have. Empty unless the mode is EMBEDDING.
     first_values: Mapping[Shard, torch.Tensor] = field(default_factory=dict)
-    memory: ReadMemory = field(default_factory=ReadMemory)
+    memory: ReadMemory = field(default_factory=ReadMemory)  # Memory for the rows that reads return.
+    # Protects all other attributes; acquire it after the gate.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
@@ -248,19 +241,12 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DueCount:
-    """The number of rows due to a consumer, which the GPU counts ahead of a read.
+    """The number of rows due to a consumer, which the GPU counts ahead of a read."""
 
-    Attributes:
-        cursor: the count is of rows stamped later than this.
-        counts: by table, int64 [1] in host memory, valid after `arrival`.
-        written: `RowStamps.written` when the count was launched.
-        arrival: event when the counts have arrived; None if they have.
-    """
-
-    cursor: int
-    counts: list[torch.Tensor]
-    written: list[int]
-    arrival: torch.cuda.Event | None
+    cursor: int  # The count is of rows stamped later than this.
+    counts: list[torch.Tensor]  # By table, int64 [1] in host memory, valid after `arrival`.
+    written: list[int]  # `RowStamps.written` when the count was launched.
+    arrival: torch.cuda.Event | None  # Event when the counts have arrived; None if they have.
 
     def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
         """By table, upper bounds of the rows stamped after the cursor, given all rows and `RowStamps.written` now.

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
@@ -35,27 +34,17 @@ _FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 
 @dataclass(frozen=True, eq=False)
 class ModuleTensor:
-    """A parameter or buffer of a module, whose tensor may be replaced by another of the same shape and type.
+    """A parameter or buffer of a module, whose tensor may be replaced by another of the same shape and type."""
 
-    Attributes:
-        name: its FQN, which is its key in the model's `state_dict`; for an embedding table, without `.weight`.
-        owner: its module.
-        attribute: its name in the module.
-        kind: embedding table, parameter or buffer.
-        shape: its shape at first.
-        dtype: its type at first.
-        aliases: other modules and attributes with the same tensor, by FQN.
-        states: the states of the fused optimizer, as in `TrackedShard`.
-    """
-
-    name: str
-    owner: nn.Module
-    attribute: str
-    kind: TableKind
-    shape: torch.Size
-    dtype: torch.dtype
+    name: str  # Its FQN, which is its key in the model's `state_dict`; for an embedding table, without `.weight`.
+    owner: nn.Module  # Its module.
+    attribute: str  # Its name in the module.
+    kind: TableKind  # Embedding table, parameter or buffer.
+    shape: torch.Size  # Its shape at first.
+    dtype: torch.dtype  # Its type at first.
+    # Other modules and attributes with the same tensor, by FQN.
     aliases: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    states: Sequence[torch.Tensor] = ()
+    states: Sequence[torch.Tensor] = ()  # The states of the fused optimizer, as in `TrackedShard`.
 
     @property
     def table(self) -> TableSpec:
@@ -115,17 +104,15 @@ def module_tensors(
             if kind is TableKind.EMBEDDING and id(module) in embeddings:
                 fqn = name or fqn
             if tensor.numel():
-                place = ModuleTensor(
-                    fqn,
-                    module,
-                    attribute,
-                    kind,
-                    tensor.shape,
-                    tensor.dtype,
-                    states=states.get(id(tensor), ()),
-                )
-                places.setdefault(id(tensor), []).append(place)
-    return [_of_all_places(of_one, set(embeddings)) for of_one in places.values()]
+                place = ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
+                places.setdefault(id(tensor), []).append(replace(place, states=states.get(id(tensor), ())))
+    tensors = []
+    for every in places.values():
+        # The order of names in the model may change between runs. Names of embedding modules come before others.
+        first = min(every, key=lambda each: (id(each.owner) not in embeddings, each.name))
+        others = {each.name: (each.owner, each.attribute) for each in every if each is not first}
+        tensors.append(replace(first, aliases=others))
+    return tensors
 
 
 def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()) -> list[str]:
@@ -147,13 +134,8 @@ def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: C
 
 
 def fused_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """FQN and module of each unsharded collection of TorchRec with a fused optimizer.
-
-    Its rows change in backward, although no parameter gets a gradient.
-    """
-    for name, module in modules_outside_of_tables(model):
-        if isinstance(module, _FUSED):
-            yield name, module
+    """FQN and module of each unsharded collection of TorchRec with a fused optimizer, which acts in backward."""
+    yield from ((name, module) for name, module in modules_outside_of_tables(model) if isinstance(module, _FUSED))
 
 
 def _fused_states(collection: Any) -> dict[int, Sequence[torch.Tensor]]:
@@ -202,20 +184,6 @@ def _is_table(weight: torch.Tensor) -> bool:
     return _DTYPES.get(weight.dtype) in VALUE_TYPES and weight.shape[-1] <= MAX_DIM
 
 
-def _of_all_places(places: Sequence[ModuleTensor], embeddings: AbstractSet[int]) -> ModuleTensor:
-    """Join all names of a tensor: the alphabetically first becomes its name, the others its aliases.
-
-    The order of names in the model may change between runs. Names of embedding modules come before others.
-
-    Args:
-        places: the tensor under each of its names.
-        embeddings: the `id` of each embedding module.
-    """
-    first = min(places, key=lambda each: (id(each.owner) not in embeddings, each.name))
-    others = {each.name: (each.owner, each.attribute) for each in places if each is not first}
-    return replace(first, aliases=others)
-
-
 def buffer_digests(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> dict[str, int]:
     """A signed 64-bit digest of each published buffer by FQN, to compare buffers between ranks."""
     digests = {}
@@ -239,17 +207,13 @@ def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
     having = [
         name for name, module in modules.items() if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
     ]
-    unique = {id(module): module for module in (_unscripted(name, modules) for name in having) if module}
+    unique = {}
+    for name in having:
+        while name and isinstance(modules[name], torch.jit.ScriptModule):
+            name = name.rpartition(".")[0]
+        if not isinstance(modules[name], torch.jit.ScriptModule):
+            unique[id(modules[name])] = modules[name]
     return list(unique.values())
-
-
-def _unscripted(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """The module of that name, or the innermost module around it that is not scripted; None if all are."""
-    while isinstance(modules[name], torch.jit.ScriptModule):
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return modules[name]
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
@@ -282,7 +246,7 @@ class UnpublishedState:
         self._modules = [(name, module) for name, module in modules if not is_skipped(name, fqns_to_skip)]
         self._names = [_names(module) for _, module in self._modules]
         self._copies = {
-            (name, attribute): (module, _Buffer.of(buffer))
+            (name, attribute): (module, (buffer, _version(buffer), _bits(buffer, copy=True)))
             for name, module in self._modules
             for attribute, buffer in module._buffers.items()
             if buffer is not None and attribute in module._non_persistent_buffers_set
@@ -291,7 +255,7 @@ class UnpublishedState:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return sum(before.nbytes for _, before in self._copies.values())
+        return sum(bits.nbytes for _, (*_, bits) in self._copies.values() if bits is not None)
 
     def check(self) -> None:
         """Check that nothing has changed."""
@@ -303,7 +267,7 @@ class UnpublishedState:
                     "model"
                 )
         for (name, attribute), (module, before) in self._copies.items():
-            if not before.equals(module._buffers.get(attribute)):
+            if not _is_unchanged(module._buffers.get(attribute), before):
                 raise InvalidInput(
                     f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed but is not in the state_dict "
                     f"(persistent=False), so predictors would not get it: make it persistent, {_ADVICE}"
@@ -325,42 +289,25 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, tensor in tensors if tensor is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class _Buffer:
-    """A buffer with a copy of its content.
-
-    Attributes:
-        tensor: the buffer itself.
-        version: PyTorch's count of its changes.
-        bits: a copy of its bytes; None if it is not strided, for example sparse.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    bits: torch.Tensor | None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Buffer":
-        bits = _bits(tensor)
-        return cls(tensor, _version(tensor), None if bits is None else bits.clone())
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.bits is None else self.bits.nbytes
-
-    def equals(self, now: torch.Tensor | None) -> bool:
-        if now is None or (now.shape, now.dtype) != (self.tensor.shape, self.tensor.dtype):
-            return False
-        bits = _bits(now)
-        if bits is None or self.bits is None:
-            return now is self.tensor and _version(now) == self.version
-        return torch.equal(bits, self.bits)
+# A buffer, PyTorch's count of its changes, and a copy of its bits; None if it is not strided, for example sparse.
+_Copy = tuple[torch.Tensor, int, torch.Tensor | None]
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+def _is_unchanged(buffer: torch.Tensor | None, before: _Copy) -> bool:
+    tensor, version, bits = before
+    if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+        return False
+    now = _bits(buffer)
+    if now is None or bits is None:
+        return buffer is tensor and _version(buffer) == version
+    return torch.equal(now, bits)
+
+
+def _bits(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor | None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    bits = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return bits.clone() if copy else bits
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -41,7 +41,11 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingMod
         if isinstance(module, _TRACKED) and id(module) not in seen:
             seen.add(id(module))
             yield name, module
-        elif _has_unknown_tables(module):
+        elif (
+            isinstance(module, ShardedModule)
+            and not isinstance(module, _WITHOUT_TABLES)
+            and not any(isinstance(inner, _TRACKED) for _, inner in named_modules(module))
+        ):
             raise InvalidInput(f"module {name!r} is a {type(module).__name__}, whose rows cannot be tracked")
 
 
@@ -82,12 +86,6 @@ def table_fqn(name: str, module: ShardedEmbeddingModule, table: str) -> str:
 def is_skipped(fqn: str, fqns_to_skip: Collection[str]) -> bool:
     """Whether one of `fqns_to_skip` is the FQN, its last part, one of its parents or any consecutive parts."""
     return any(f".{skip}." in f".{fqn}." for skip in fqns_to_skip)
-
-
-def _has_unknown_tables(module: nn.Module) -> bool:
-    if not isinstance(module, ShardedModule) or isinstance(module, _WITHOUT_TABLES):
-        return False
-    return not any(isinstance(inner, _TRACKED) for _, inner in named_modules(module))
 
 
 def wrongly_divided(model: nn.Module) -> Iterator[str]:

@@ -47,11 +47,7 @@ _NAMED_ROWS = 10
 
 
 class Verification:
-    """Compares the rows of fused tables with copies. Reads always compare the rows of other tables.
-
-    Attributes:
-        excused: tables to leave out of the next check, because the user paused marking while they changed.
-    """
+    """Compares the rows of fused tables with copies. Reads always compare the rows of other tables."""
 
     def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps) -> None:
         self._tables, self._stamps = tables, stamps
@@ -60,6 +56,7 @@ class Verification:
             for number, table in enumerate(tables)
             if table.fused
         }
+        # Tables to leave out of the next check, because the user paused marking while they changed.
         self.excused = set[int]()
         self._cursor = stamps.tick()
 
@@ -334,7 +331,7 @@ class RowMarking:
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
         with self._gate:
-            deleted = self._stamps.are_deleted(number, local)
+            deleted = self._stamps.of(number)[local] < 0
             self._stamps.stamp(number, local[~deleted])
             if deleted.any():
                 self._stamps.stamp_deleted(number, local[deleted])

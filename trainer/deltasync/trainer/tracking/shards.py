@@ -26,44 +26,31 @@ _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4
 
 @dataclass(frozen=True, eq=False)
 class TrackedShard:
-    """A shard and the live tensors to read it from, which training changes in place.
+    """A shard and the live tensors to read it from, which training changes in place."""
 
-    Attributes:
-        shard: its rows and columns.
-        weight: its values, [rows, cols].
-        states: states of the fused optimizer, each [rows, cols], or [rows, 1] for one value per row. Empty without
-            a fused optimizer or if it has no states.
-        cached_in: the kernel whose cache has the newest rows, to flush before a read; None without a cache.
-        cache_offset: the number of the shard's first row in the cache.
-        source: for a tensor outside sharded modules, its module and attribute, because the model may replace it.
-    """
-
-    shard: Shard
-    weight: torch.Tensor
+    shard: Shard  # Its rows and columns.
+    weight: torch.Tensor  # Its values, [rows, cols].
+    # States of the fused optimizer, each [rows, cols], or [rows, 1] for one value per row. Empty without a fused
+    # optimizer or if it has no states.
     states: Sequence[torch.Tensor] = ()
+    # The kernel whose cache has the newest rows, to flush before a read; None without a cache.
     cached_in: Any = None
-    cache_offset: int = 0
+    cache_offset: int = 0  # The number of the shard's first row in the cache.
+    # For a tensor outside sharded modules, its module and attribute, because the model may replace it.
     source: ModuleTensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class TrackedTable:
-    """A rank's share of a table: one range of rows, in one or more column shards.
+    """A rank's share of a table: one range of rows, in one or more column shards."""
 
-    Attributes:
-        table: the table, named as in the model's `state_dict`.
-        shards: its shards on this rank, ordered by column.
-        features: the features whose ids are looked up in it.
-        fused: whether only rows that were looked up change, in backward. Otherwise the table is a map, or a dense
-            optimizer may change any row at every step, for example by momentum or weight decay.
-        replicated: whether every rank has a copy.
-    """
-
-    table: TableSpec
-    shards: list[TrackedShard]
-    features: list[str]
+    table: TableSpec  # The table, named as in the model's `state_dict`.
+    shards: list[TrackedShard]  # Its shards on this rank, ordered by column.
+    features: list[str]  # The features whose ids are looked up in it.
+    # Whether only rows that were looked up change, in backward. Otherwise the table is a map, or a dense
+    # optimizer may change any row at every step, for example by momentum or weight decay.
     fused: bool
-    replicated: bool
+    replicated: bool  # Whether every rank has a copy.
 
     @property
     def name(self) -> str:
@@ -94,11 +81,6 @@ class TrackedTable:
     def columns(self) -> list[tuple[int, int]]:
         """Offset and number of each shard's columns."""
         return [(tracked.shard.col_offset, tracked.shard.cols) for tracked in self.shards]
-
-    @property
-    def place(self) -> str:
-        """Table and rows, for messages."""
-        return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert global ids ([n], any integer type) to local ids, leaving out rows of other ranks: int64 [m]."""
@@ -193,21 +175,19 @@ def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
         if first is table:
             continue
         if (first.row_offset, first.rows) != (table.row_offset, table.rows):
-            raise InvalidInput(f"this rank has {first.place} and {table.place}: expected one range of rows")
+            first_rows, rows = (f"{of.row_offset}-{of.row_offset + of.rows}" for of in (first, table))
+            raise InvalidInput(f"this rank has rows {first_rows} and {rows} of {table.name}: expected one range")
         shards = sorted(first.shards + table.shards, key=lambda tracked: tracked.shard.col_offset)
         by_name[table.name] = replace(first, shards=shards)
     return list(by_name.values())
 
 
 def flush_caches(tables: Sequence[TrackedTable]) -> None:
-    """Write the newest rows back from the caches of all kernels.
-
-    Waits for the GPU before and after, because lookups and prefetches fill caches on other streams.
-    """
+    """Write the newest rows back from the caches of all kernels."""
     kernels = _kernels_with_cache(tables)
     if not kernels:
         return
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # Here and after, because lookups and prefetches fill caches on other streams.
     for kernel in kernels:
         kernel.flush()
     torch.cuda.synchronize()
@@ -308,9 +288,6 @@ def evict_on_cpu(model: nn.Module) -> None:
     TorchRec resets evicted rows with an FBGEMM operation that does not exist for CPUs. This gives each fused
     kernel on a CPU a replacement that does the same; a second call changes nothing. TorchRec initialises the rows
     again afterwards.
-
-    Args:
-        model: a model under `DistributedModelParallel`.
     """
     for _, module in sharded_modules(model):
         for lookup in lookups_of(module):

@@ -171,10 +171,6 @@ class RowStamps:
             return _NONE
         return self._stamps[table].deleted_later(max(cursor, 0))
 
-    def are_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Whether rows are deleted: bool [n]."""
-        return self.of(table)[ids] < 0
-
     def tick(self) -> int:
         """Return a cursor that includes all stamps so far; later stamps are greater."""
         for each in self._stamps:
@@ -198,13 +194,10 @@ class TableStamps:
     """The stamps of one table, int32 [rows]: time of a row's last change, 0 = never, negative = deleted then.
 
     For a GPU; `HostStamps` is faster in host memory.
-
-    Attributes:
-        clock: the stamp for rows that change now.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.clock = 1
+        self.clock = 1  # The stamp for rows that change now.
         self._stamps = torch.zeros(rows, dtype=torch.int32, device=device)
 
     @property

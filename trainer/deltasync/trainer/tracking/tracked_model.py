@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to
 from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.trainer.checks import check_names
-from deltasync.trainer.tracking.collision_modules import CollisionMapShard, collision_modules, id_maps
+from deltasync.trainer.tracking.collision_modules import CollisionMapShard, collision_modules
 from deltasync.trainer.tracking.module_tensors import UnpublishedState, check_extra_state, module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.shards import (
@@ -87,26 +87,17 @@ Lookups = dict[nn.Module, list[Lookup]]
 
 @dataclass(frozen=True)
 class TrackedModel:
-    """The tracked part of a model, on this rank.
+    """The tracked part of a model, on this rank."""
 
-    Attributes:
-        modules: sharded modules by FQN.
-        tables: this rank's share of each table.
-        replicas: copies of tables whose rows another rank tracks.
-        lookups: what each kernel looks up.
-        alone: the kernels of modules that this rank does not share with other ranks. Their ids are in the memory
-            of the trainer's batch, which the trainer may overwrite after backward.
-        id_maps: the maps of managed collision for `tables`.
-        unpublished: state outside all tables, which must not change; None if it may.
-    """
-
-    modules: dict[str, ShardedEmbeddingModule]
-    tables: list[TrackedTable]
-    replicas: list[TrackedTable]
-    lookups: Lookups
+    modules: dict[str, ShardedEmbeddingModule]  # Sharded modules by FQN.
+    tables: list[TrackedTable]  # This rank's share of each table.
+    replicas: list[TrackedTable]  # Copies of tables whose rows another rank tracks.
+    lookups: Lookups  # What each kernel looks up.
+    # The kernels of modules that this rank does not share with other ranks. Their ids are in the memory of the
+    # trainer's batch, which the trainer may overwrite after backward.
     alone: frozenset[nn.Module]
-    id_maps: list[CollisionMapShard]
-    unpublished: UnpublishedState | None
+    id_maps: list[CollisionMapShard]  # The maps of managed collision for `tables`.
+    unpublished: UnpublishedState | None  # State outside all tables, which must not change; None if it may.
 
 
 def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
@@ -116,14 +107,21 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     skips = options.fqns_to_skip
     tensors = module_tensors(model, dense=options.dense or bool(skips), fqns_to_skip=skips)
     outside = [tensor for tensor in tensors if options.dense or tensor.kind is TableKind.EMBEDDING]
-    maps = id_maps(model) if options.id_maps else []
-    others = [tensor.name for tensor in tensors] + [table.name for table in _tables_of_maps(maps)]
-    _check_skips(modules, others, options)
+    maps = [CollisionMapShard(each) for each in collision_modules(model)] if options.id_maps else []
+    fqns = [fqn for name, module in modules.items() for fqn, _ in _configs(name, module)]
+    fqns += [tensor.name for tensor in tensors] + [table.name for table in _tables_of_maps(maps)]
+    for skip in skips:
+        if not any(is_skipped(fqn, [skip]) for fqn in fqns):
+            raise InvalidInput(f"fqns_to_skip: {skip!r} matches no table; tables: {', '.join(fqns)}")
     check_averages(model)
     kernels, alone = {}, set[nn.Module]()
     for name, module in modules.items():
-        _check_tables(name, module, options)
-        for kernel in _tracked_kernels(name, module, options):
+        for fqn, config in _configs(name, module, skips):
+            check_settings(fqn, config, module.module_sharding_plan[config.name].compute_kernel)
+        for kernel in (kernel for lookup in lookups_of(module) for kernel in lookup._emb_modules):
+            fqns = [table_fqn(name, module, config.name) for config in kernel._config.embedding_tables]
+            if all(is_skipped(fqn, skips) for fqn in fqns):
+                continue
             check_tracked(name, kernel)
             tables = kernel_tables(name, module, kernel)
             if module._env.world_size == 1:  # The size of the sharding group, also with 2D parallelism.
@@ -166,17 +164,6 @@ def _tables_of_maps(maps: list[CollisionMapShard]) -> list[TrackedTable]:
     return [table for one in maps for table in one.tables]
 
 
-def _tracked_kernels(name: str, module: ShardedEmbeddingModule, options: TrackerOptions) -> Iterator[Any]:
-    for lookup in lookups_of(module):
-        for kernel in lookup._emb_modules:
-            if not all(is_skipped(fqn, options.fqns_to_skip) for fqn in _kernel_fqns(name, module, kernel)):
-                yield kernel
-
-
-def _kernel_fqns(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[str]:
-    return [table_fqn(name, module, config.name) for config in kernel._config.embedding_tables]
-
-
 def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup]:
     """The lookups of tables. Column shards of a table get the same ids, so only those of the first are marked."""
     seen = set[str]()
@@ -196,16 +183,3 @@ def _configs(
         fqn = table_fqn(name, module, config.name)
         if not is_skipped(fqn, fqns_to_skip):
             yield fqn, config
-
-
-def _check_tables(name: str, module: Any, options: TrackerOptions) -> None:
-    for fqn, config in _configs(name, module, options.fqns_to_skip):
-        check_settings(fqn, config, module.module_sharding_plan[config.name].compute_kernel)
-
-
-def _check_skips(modules: dict[str, ShardedEmbeddingModule], others: list[str], options: TrackerOptions) -> None:
-    fqns = [fqn for name, module in modules.items() for fqn, _ in _configs(name, module)]
-    fqns += others
-    for skip in options.fqns_to_skip:
-        if not any(is_skipped(fqn, [skip]) for fqn in fqns):
-            raise InvalidInput(f"fqns_to_skip: {skip!r} matches no table; tables: {', '.join(fqns)}")

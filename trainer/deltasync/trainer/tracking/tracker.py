@@ -257,11 +257,7 @@ class Tracker:
                 self._cursors[ours.name] = ours.moved_back(cursor) if usable else ours.emptied()
 
     def offers_all(self, consumer: str | None = None) -> bool:
-        """Whether the next read of a consumer returns every row.
-
-        Raises:
-            NotFound: there is no such consumer.
-        """
+        """Whether the next read of a consumer returns every row."""
         return self._cursor(consumer).cursor == NOTHING
 
     def acknowledge(self, delta: Delta) -> bool:
@@ -295,11 +291,7 @@ class Tracker:
         return self._read(consumer, timeout_seconds)
 
     def count_ahead(self, consumer: str | None = None) -> None:
-        """Prepare a `begin_delta` after the next step. Call this in the training thread, between steps.
-
-        Raises:
-            NotFound: there is no such consumer.
-        """
+        """Prepare a `begin_delta` after the next step. Call this in the training thread, between steps."""
         cursor = self._cursor(consumer)
         with self._gate.reading(None), self.cost.timed_reading():
             stamps = [self._stamps.of(number) for number in range(len(self.tables))]
@@ -314,19 +306,11 @@ class Tracker:
         `count_ahead` one step before, this waits at most for the GPU to finish that earlier step. The delta has
         arrived when this returns on a CPU, without a count, for a consumer without rows or with first values, and
         if large tables are compared.
-
-        Raises:
-            NotFound: there is no such consumer.
         """
         cursor = self._cursor(consumer)
         count = self._counts.pop(cursor.name, None)
-        if (
-            count is None
-            or not NOTHING < count.cursor <= cursor.cursor
-            or cursor.first_values
-            or not self._bounded
-        ):
-            return self._read(cursor.name)
+        if count and (cursor.first_values or not (self._bounded and NOTHING < count.cursor <= cursor.cursor)):
+            count = None
         return self._read(cursor.name, count=count)
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
@@ -418,7 +402,8 @@ class Tracker:
                 stack.enter_context(cursor.lock)
                 self._marking.settle()
                 stack.enter_context(self.cost.timed_reading())
-                bounds = self._bounds(count) if count else None
+                written = self._stamps.written.tolist()
+                bounds = count.bounds([table.rows for table in self.tables], written) if count else None
                 # The next first values are the acknowledged values, so these consumers always get values.
                 values = bool(cursor.first_values) or not (ids_only or cursor.mode is TrackingMode.ID_ONLY)
                 gathered = list[Gathered]()
@@ -426,8 +411,8 @@ class Tracker:
                     if bounds is None:
                         ids = _due(self._stamps, number, table, cursor)
                     else:
-                        stamps = self._stamps.of(number)
-                        ids, counts[table.name] = due_ids(stamps, cursor.cursor, bounds[number])
+                        of_table = self._stamps.of(number)
+                        ids, counts[table.name] = due_ids(of_table, cursor.cursor, bounds[number])
                     if len(ids):
                         gathered += gather(table, ids, cursor.memory, values=values)
                 deletes = self._deletes(cursor)
@@ -444,10 +429,6 @@ class Tracker:
         delta = Delta(cursor.name, cursor_after, rows + deletes, first, cursor, counts, arrival)
         self.cost.add_reading(nbytes=delta.nbytes)
         return delta
-
-    def _bounds(self, count: DueCount) -> list[int]:
-        """Upper bounds of the numbers of due rows, by table."""
-        return count.bounds([table.rows for table in self.tables], self._stamps.written.tolist())
 
     def _deletes(self, cursor: ConsumerCursor) -> list[RowBatch]:
         """The deleted rows that are due, by shard."""

@@ -46,14 +46,7 @@ def save(tables: Sequence[TrackedTable], stamps: RowStamps, cursors: Sequence[Co
 def published(
     consumer: str, tables: Sequence[TrackedTable], changed: Mapping[str, torch.Tensor], steps: int
 ) -> dict[str, Any]:
-    """The state of a tracker whose consumer has this rank's rows of a published version.
-
-    Args:
-        consumer: the consumer, of mode EMBEDDING_LAST.
-        tables: this rank's share of all tables.
-        changed: for some tables, a mask of local rows that the consumer lacks nevertheless.
-        steps: number of complete steps.
-    """
+    """The state of a tracker whose consumer has this rank's rows of a version, without those in `changed`."""
     stamps = {table.name: torch.zeros(table.rows, dtype=torch.int32) for table in tables}
     for name, rows in changed.items():
         stamps[name][rows] = PUBLISHED + 1
@@ -122,30 +115,17 @@ def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> tor
     for one in states:
         if saved := one["tables"].get(table.name):
             ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
-            aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
+            stamps = saved["stamps"][theirs]
+            aligned = stamps + (clock - int(one["clock"])) * stamps.sign()
             saved_stamps[ours] = _later(saved_stamps[ours], aligned)
-    if table.table.kind is TableKind.ID_RANGES:
-        saved_stamps[_ends(table, states)] = clock
-    if table.table.kind is TableKind.ID_MAP and not _was_saved(table, states):
+    every = [one["tables"][table.name] for one in states if table.name in one["tables"]]
+    ranges = [(its["row_offset"], len(its["stamps"])) for its in every]
+    if table.table.kind is TableKind.ID_RANGES:  # Only the last rows of shards, now and then, can have changed.
+        ends = {table.rows - 1, *(offset + rows - 1 - table.row_offset for offset, rows in ranges)}
+        saved_stamps[[end for end in ends if 0 <= end < table.rows]] = clock
+    if table.table.kind is TableKind.ID_MAP and (table.row_offset, table.rows) not in ranges:
         saved_stamps.fill_(clock)  # A shard with other rows may look up other raw ids.
     return saved_stamps
-
-
-def _was_saved(table: TrackedTable, states: Sequence[_Saved]) -> bool:
-    """Whether a rank had the same rows of a table when the checkpoint was saved."""
-    saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
-    return any((its["row_offset"], len(its["stamps"])) == (table.row_offset, table.rows) for its in saved)
-
-
-def _ends(table: TrackedTable, states: Sequence[_Saved]) -> list[int]:
-    """Local ids of the last rows of shards, now and in the checkpoint: only these can have changed."""
-    saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
-    ends = [its["row_offset"] + len(its["stamps"]) - 1 - table.row_offset for its in saved]
-    return [end for end in {*ends, table.rows - 1} if 0 <= end < table.rows]
-
-
-def _aligned(stamps: torch.Tensor, shift: int) -> torch.Tensor:
-    return stamps + shift * stamps.sign()
 
 
 def _later(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

@@ -29,40 +29,22 @@ class Marking(Enum):
 
 @dataclass(frozen=True)
 class WholeTableUpdate:
-    """A method of a kernel that may change all of its rows.
-
-    Attributes:
-        method: its name.
-        is_due: function of the kernel's settings and iteration that says whether a call now changes rows.
-        settings: the kernel's attribute with these settings.
-    """
+    """A method of a kernel that may change all of its rows."""
 
     method: str
+    # Function of the kernel's settings and iteration that says whether a call now changes rows.
     is_due: Callable[[Mapping[str, float], int], bool]
-    settings: str
+    settings: str  # The kernel's attribute with these settings.
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How the tracker marks rows with an optimizer or a setting, and why.
-
-    Attributes:
-        marking: how it marks them.
-        reason: why.
-        whole_table: the method that sometimes changes all rows; None if there is none.
-    """
+    """How the tracker marks rows with an optimizer or a setting, and why."""
 
     marking: Marking
     reason: str
+    # The method that sometimes changes all rows; None if there is none.
     whole_table: WholeTableUpdate | None = None
-
-
-def _ema_is_due(settings: Mapping[str, float], iteration: int) -> bool:
-    return iteration % int(settings["step_ema"]) == 0 and iteration >= int(settings["step_start"])
-
-
-def _swap_is_due(settings: Mapping[str, float], iteration: int) -> bool:
-    return iteration % int(settings["step_swap"]) == 0
 
 
 _LOOKED_UP = UpdateRule(Marking.EXACT, "changes the rows of each batch alone")
@@ -80,12 +62,16 @@ OPTIMIZERS = {
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: UpdateRule(
         Marking.MORE,
         "moves half of the columns of every row each `step_ema` iterations: all rows are marked then",
-        WholeTableUpdate("ema_inplace", _ema_is_due, "_emainplace_mode"),
+        WholeTableUpdate(
+            "ema_inplace",
+            lambda its, now: now % int(its["step_ema"]) == 0 and now >= int(its["step_start"]),
+            "_emainplace_mode",
+        ),
     ),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: UpdateRule(
         Marking.MORE,
         "replaces every row by its average each `step_swap` iterations: all rows are marked then",
-        WholeTableUpdate("ensemble_and_swap", _swap_is_due, "_ensemble_mode"),
+        WholeTableUpdate("ensemble_and_swap", lambda its, now: now % int(its["step_swap"]) == 0, "_ensemble_mode"),
     ),
     EmbOptimType.NONE: UpdateRule(Marking.REFUSED, "leaves the update to other code, which may change any row"),
     EmbOptimType.SGD: _NO_KERNEL,
