@@ -142,16 +142,6 @@ def _sequences_by_rows() -> Training:
     return Training(Predicting(ids=sequences("f", "g")), {"f": BY_ROWS, "g": BY_ROWS})
 
 
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def micro_batches_of_different_sizes_count_the_same() -> None:
-    """What they make up has them all weigh the same, however few examples one has."""
-    first, second = micro_batches(1, size=2)[0], micro_batches(1, size=6, seed=1)[0]
-    accumulated, plain = _bags_by_rows(), _bags_by_rows()
-    accumulated.pipelined([first, second], grad_accum=2, accumulate_tables=True)
-    plain.plainly([joined([first, first, first, second])])
-    assert farthest(accumulated.held(), plain.held()) < ROUNDING
-
-
 class SometimesUnused(Predicting):
     """Uses what it looks up in the second collection only for examples whose first dense value says so."""
 
@@ -339,17 +329,6 @@ def a_pipeline_that_is_reset_begins_a_step_anew_and_leaves_nothing_of_it_to_othe
     pipeline.detach()
     of.plainly(micro_batches(3, seed=1))
     plain.plainly(micro_batches(3, seed=1))
-    assert farthest(of.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def a_pipeline_that_is_attached_again_goes_on_within_a_step() -> None:
-    of, plain = training(), training()
-    pipeline, source = of.pipeline(**DEFERRED), iter(micro_batches(6))
-    for _ in range(6):
-        pipeline.progress(source)
-        pipeline.detach()
-    plain.plainly(larger(micro_batches(6), 2))
     assert farthest(of.held(), plain.held()) < ROUNDING
 
 

@@ -17,7 +17,6 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     equal_on_ranks,
     larger,
     micro_batches,
-    state,
     where_used,
 )
 from tests.integration.trainer.pipelines.training import BOTH_RANKS, WIDTH, Batch, Training, farthest, through
@@ -125,18 +124,6 @@ def an_iterator_that_pauses_completes_the_step() -> None:
     plain.plainly([*larger(batches[:2], 4), *larger(batches[2:7], 4), *larger(batches[7:], 4)])
     assert outputs == [2, 5, 2]
     assert farthest(paused.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("accumulation", ranks=2)
-def an_iterator_that_takes_over_goes_on_with_the_step() -> None:
-    batches = micro_batches(6)
-    one, several = training(), training()
-    one.pipelined(batches, grad_accum=3, accumulate_tables=True)
-    pipeline = several.pipeline(grad_accum=3, accumulate_tables=True)
-    first = iter(batches[:3])
-    pipeline.progress(first)
-    through(pipeline, batches[3:])
-    assert farthest(one.held(), several.held()) == 0
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
@@ -260,21 +247,3 @@ def learning_rates_that_change_hold_for_all_of_a_step() -> None:
             if after == 2:
                 set_learning_rate(plain, 0.5)
         assert farthest(accumulated.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("accumulation", ranks=2)
-def evaluation_between_micro_batches_changes_nothing() -> None:
-    for tables_too in False, True:
-        for with_gradients in False, True:
-            evaluated, undisturbed = training(), training()
-            undisturbed.pipelined(micro_batches(5), grad_accum=3, accumulate_tables=tables_too)
-            pipeline = evaluated.pipeline(grad_accum=3, accumulate_tables=tables_too)
-            source = iter(micro_batches(5))
-            for _ in range(5):
-                pipeline.progress(source)
-                evaluated.model.eval()
-                with torch.set_grad_enabled(with_gradients):
-                    assert len(through(pipeline, micro_batches(2, seed=1))) == 2
-                evaluated.model.train()
-            distance = farthest(state(evaluated), state(undisturbed))
-            assert distance <= (ROUNDING if with_gradients else 0)

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -87,25 +86,10 @@ def bags_begin_with_any() -> None:
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
-def sequences_and_tables_that_share_features_begin_with_any() -> None:
-    for make in (_sequences, _shared):
-        for forms in _rotations():
-            _train_same_in(forms, make)
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
 def long_random_mixes() -> None:
     choice = random.Random(7)
     for make in (_bags, _sequences, _shared):
         _train_same_in(choice.choices(FORMS, k=15), make)
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def ranks_are_given_them_in_different_forms() -> None:
-    rank = torch.distributed.get_rank()
-    forms = [FORMS[(number * (rank + 1) + rank) % len(FORMS)] for number in range(8)]
-    for make in (_bags, _sequences):
-        _train_same_in(forms, make)
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
@@ -141,39 +125,6 @@ def accepted_after_batches_in_any_order_of_keys_and_others_at_the_end() -> None:
     for keys in ("fgh", "hgf", "ghf", "fghx"):
         for make in (_bags, _sequences, _shared):
             _accepted_after(make, lambda batch, keys=keys: as_kjt(batch, keys), TENSORDICTS + FORMS)  # type: ignore[misc]
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def accepted_after_batches_with_other_keys_between() -> None:
-    """Either right or refused, whatever comes then."""
-    before = KEYED[4]
-    for make in (_bags, _sequences):
-        for form in FORMS:
-            with suppress(InvalidInput):
-                _accepted_after(make, before, [form])
-    _accepted_after(_bags, before, [before] * 3)
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def accepted_twice_is_accepted_once() -> None:
-    training = Training(_bags(), SHARDING)
-    named = list(training.model.state_dict())
-    accept_tensordicts(training.model)
-    placed = [vars(module).get("input_dist") for module in training.model.modules()]
-    accept_tensordicts(training.model)
-    assert [vars(module).get("input_dist") for module in training.model.modules()] == placed
-    assert any(placed)
-    assert list(training.model.state_dict()) == named
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def accepted_before_sharding_and_again_after() -> None:
-    def make() -> nn.Module:
-        module = _bags()
-        accept_tensordicts(module)
-        return module
-
-    _train_same_in(FORMS, make)
 
 
 # Modules that do more with their features than looking them up, and features of variable batch size.
@@ -258,16 +209,3 @@ def keyed_jagged_tensors_in_another_order_are_refused() -> None:
         for train in in_both_ways(lambda: Training(_two_bags(), BOTH_RANKS)):
             with pytest.raises(InvalidInput, match="variable batch size"):
                 train([_of_variable_batch_size(first), _of_variable_batch_size(then)])
-
-
-@SCENARIOS.scenario("variable batch size", ranks=2)
-def accepted_after_keyed_jagged_tensors() -> None:
-    for keys in ("fg", "gf"):
-        plain, training = Training(_two_bags(), BOTH_RANKS), Training(_two_bags(), BOTH_RANKS)
-        batches = [_of_variable_batch_size(keys, shift) for shift in range(4)]
-        expected = plain.plainly(batches)
-        outputs = training.plainly(batches[:2])
-        accept_tensordicts(training.model)
-        outputs += training.plainly(batches[2:])
-        assert all(torch.equal(*two) for two in zip(outputs, expected, strict=True))
-        assert farthest(training.held(), plain.held()) == 0

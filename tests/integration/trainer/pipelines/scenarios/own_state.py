@@ -58,13 +58,6 @@ def a_module_that_counts_its_calls() -> None:
 
 
 @scenario
-def a_module_that_counts_its_calls_in_evaluations_alone() -> None:
-    changes = "it changes its attribute 'calls' when it is called"
-    reasons = _with_an_evaluation(lambda module, _: not module.training)
-    check_reasons(reasons, {"prepare": changes, "bags": changes})
-
-
-@scenario
 def a_module_that_counts_some_of_its_calls() -> None:
     """Where a later batch is the first that is counted, it is an error, unless the module is not ahead."""
 

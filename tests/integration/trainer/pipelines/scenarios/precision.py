@@ -107,28 +107,6 @@ def forward_computes_in_the_type_asked_for_and_nothing_else_does() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@SCENARIOS.scenario("precision", ranks=2)
-def bfloat16_is_the_type_unless_another_is_asked_for() -> None:
-    for options, dtype in ({"enable_amp": True}, torch.bfloat16), ({}, torch.float32):
-        of, plain = training(), training()
-        pipeline = of.pipeline(**options)
-        through(pipeline, micro_batches(3))
-        by_hand(plain.model, plain.optimizer, micro_batches(3), dtype)
-        assert network(of).computed_in == {dtype}
-        assert equal(of.held(), plain.held())
-        assert pipeline.state_dict() == {"trained": 3, "loss_scale": {}}
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def bfloat16_with_micro_batches() -> None:
-    of, plain = training(), training()
-    of.pipelined(micro_batches(5), enable_amp=True, grad_accum=2, accumulate_tables=True)
-    by_hand(plain.model, plain.optimizer, larger(micro_batches(5), 2), torch.bfloat16)
-    # Its 8 bits are rounded to before examples are added up, and after.
-    assert farthest(of.held(), plain.held()) < 2e-2
-    assert {held.dtype for held in of.held().values()} == {torch.float32}
-
-
 def check_scale_is_not_seen(sharding: Any, tables: EmbOptimType, *, steps_of: int = 1) -> None:
     of, plain = training(sharding, tables), training(sharding, tables)
     before = of.held()

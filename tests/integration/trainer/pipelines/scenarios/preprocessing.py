@@ -13,7 +13,6 @@ from tests.integration.trainer.pipelines.prepared import (
     Does,
     Prepared,
     PreparedModel,
-    Several,
     Shift,
     Together,
     amount,
@@ -61,27 +60,6 @@ def _nested(name: str, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]
 @scenario
 def a_module_of_a_module_that_has_collections_is_called_ahead() -> None:
     check_like_plain(_nested("own", Shift), ahead={"list.0.own": 1})
-
-
-@scenario
-def modules_deep_within_others_are_called_ahead_alone_and_with_those() -> None:
-    class Middle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.deep = nn.ModuleDict({"a": nn.ModuleList([Shift(), Shift()])})
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Shift(), Shift()
-
-        def forward(self, features: KeyedJaggedTensor) -> Any:
-            return self.second(self.first(features, 1), 2)
-
-    check_like_plain(_nested("own.deep.a.1", Middle), ahead={"list.0.own.deep.a.1": 1})
-    check_like_plain(
-        Prepared(lambda m, b: [m.both(b.sparse)], {"both": Both}), ahead={"both.first": 1, "both.second": 1}
-    )
 
 
 @scenario
@@ -174,32 +152,6 @@ def tensors_of_the_model_are_inputs() -> None:
 
 
 @scenario
-def outputs_of_other_modules_are_inputs() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        first = model.one(batch.sparse, batch.amount)
-        second = model.other(first, model.one(batch.sparse, 4))
-        return [model.together([first, second, model.other(first, second)])]
-
-    modules = {"one": Shift, "other": Shift, "together": Together}
-    check_like_plain(Prepared(prepare, modules), ahead={"one": 2, "other": 2, "together": 1})
-
-
-@scenario
-def items_are_taken_from_what_a_module_returns() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        listed, named = model.listed(batch.sparse), model.named(batch.sparse)
-        return [model.together([listed[1], model.shift(listed[0], 3), named["b"], named.get("a")])]
-
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "listed": Several,
-        "named": lambda: Several(lambda several: dict(zip("ab", several, strict=True))),
-        "shift": Shift,
-        "together": Together,
-    }
-    check_like_plain(Prepared(prepare, modules), ahead={"listed": 1, "named": 1, "shift": 1, "together": 1})
-
-
-@scenario
 def two_calls_with_the_same_arguments_are_two_calls() -> None:
     _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 1))
 
@@ -217,15 +169,6 @@ def a_call_for_something_else_leaves_a_result_to_the_one_it_is_for() -> None:
             return loss + other, loss.detach()
 
     check_like_plain(Twice)
-
-
-@scenario
-def one_output_is_shared_by_two_collections() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        features = model.shift(batch.sparse, batch.amount)
-        return [features, features, model.shift(features, 2)]
-
-    check_like_plain(Prepared(prepare, {"shift": Shift}, collections=("bags", "more", "most")), ahead={"shift": 2})
 
 
 @scenario
@@ -250,16 +193,6 @@ def one_call_is_made_ahead_and_another_on_what_was_looked_up_is_not() -> None:
 
 
 @scenario
-def a_module_is_used_under_two_names() -> None:
-    def make() -> nn.Module:
-        model = _shifts(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.again(b.sparse, 2))()
-        model.again = model.shift
-        return model
-
-    check_like_plain(make, ahead={"shift": 2, "together": 1})
-
-
-@scenario
 def a_scripted_module_is_called_ahead() -> None:
     class Scripted(nn.Module):
         def forward(self, values: torch.Tensor, by: int) -> torch.Tensor:
@@ -275,17 +208,6 @@ def a_scripted_module_is_called_ahead() -> None:
         "wrap": lambda: Does(lambda features, one, other: with_values(features, (one + 3 * other) % ROWS)),
     }
     check_like_plain(Prepared(prepare, modules), ahead={"values": 1, "wrap": 1})
-
-
-@scenario
-def preprocessing_without_gradients_is_done_ahead() -> None:
-    def made(features: Any, dense: Any) -> Any:
-        with torch.no_grad():
-            return shifted(features, dense.sum().long())
-
-    check_like_plain(
-        Prepared(lambda m, b: [m.does(b.sparse, b.dense)], {"does": lambda: Does(made)}), ahead={"does": 1}
-    )
 
 
 @scenario

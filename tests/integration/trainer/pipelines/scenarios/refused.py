@@ -64,34 +64,6 @@ def a_module_with_parameters_to_train() -> None:
 
 
 @scenario
-def a_sharded_module_called_twice() -> None:
-    class Twice(PreparedModel):
-        def forward(self, batch: Any) -> Any:
-            again = self.bags(self.shift(batch.sparse, 1)).values().sum()
-            loss, _ = super().forward(batch)
-            return loss + again, loss.detach()
-
-    check_like_plain(
-        lambda: Twice(Prepared(lambda m, b: [b.sparse, m.shift(b.sparse, 2)], {"shift": Shift}, TWO)),
-        refused={"bags": "it is called 2 times in one forward"},
-    )
-
-
-@scenario
-def a_constant_that_a_trace_cannot_hold() -> None:
-    reason = "module 'by_bytes' is called with a value of type bytes, which torch.fx cannot hold"
-    check_like_plain(
-        Prepared(
-            lambda m, b: [m.by_bytes(b.sparse, b"one"), m.shift(b.sparse, 1)],
-            {"by_bytes": Shift, "shift": Shift},
-            TWO,
-        ),
-        ahead={"shift": 1},
-        refused={"by_bytes": reason, "bags": reason},
-    )
-
-
-@scenario
 def a_forward_of_any_arguments() -> None:
     class Anything(PreparedModel):
         def forward(self, *args: Any) -> Any:
@@ -100,16 +72,6 @@ def a_forward_of_any_arguments() -> None:
     check_like_plain(
         lambda: Anything(Prepared(lambda _, b: [b.sparse])),
         refused={"bags": "its features can't be made ahead: TypeError"},
-    )
-
-
-@scenario
-def a_call_that_fails_where_forward_does_not_make_it() -> None:
-    failed = "it can't be called ahead: AttributeError"
-    check_like_plain(
-        Prepared(with_an_extra_or_else_the_amount, does(adds_extra)),
-        refused={"does": failed, "bags": failed},
-        batches=without_extras,
     )
 
 
@@ -198,21 +160,6 @@ def a_part_of_the_batch_written_to_in_place() -> None:
 
 
 @changed
-def an_in_place_operator_between_two_calls() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        before = model.shift(batch.sparse, batch.amount)
-        amount = batch.amount
-        amount += 1
-        return [before, model.shift(batch.sparse, amount)]
-
-    check_like_plain(
-        Prepared(prepare, {"shift": Shift}, TWO),
-        ahead={"shift": 1},
-        refused={"shift": "changed on the way, by add", "more": "changed on the way, by add"},
-    )
-
-
-@changed
 def a_batch_that_another_module_changes() -> None:
     def replace_ids(batch: Rich) -> None:
         batch.sparse._values = (batch.sparse.values() + 1) % ROWS
@@ -249,72 +196,6 @@ def a_module_that_writes_to_its_input() -> None:
         refused={"does": "it writes to its input", "more": "it writes to its input"},
         ahead={"shift": 1},
     )
-
-
-@changed
-def a_module_that_writes_to_what_another_one_has_made() -> None:
-    class After(PreparedModel):
-        def forward(self, batch: Any) -> Any:
-            features = self.shift(batch.sparse, batch.amount)
-            found = self.bags(features).values().sum(1)
-            again = self.more(self.does(features)).values().sum(1)
-            loss = nn.functional.mse_loss(found + again, batch.label) + self.over.weight.sum()
-            return loss, loss.detach()
-
-    check_like_plain(
-        lambda: After(Prepared(lambda *_: [], does(_written), TWO)),
-        ahead={"shift": 1},
-        refused={"does": "it writes to its input", "more": "it writes to its input"},
-    )
-
-
-@changed
-def a_module_that_writes_to_its_buffers() -> None:
-    class Moving(nn.Module):
-        seen: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
-
-        def forward(self, features: KeyedJaggedTensor) -> Any:
-            self.seen += 1
-            return shifted(features, self.seen)
-
-    check_like_plain(
-        Prepared(lambda m, b: [m.moving(b.sparse)], {"moving": Moving}),
-        refused={"moving": "it changes its attribute 'seen'", "bags": "it changes its attribute 'seen'"},
-    )
-
-
-@changed
-def a_module_that_writes_to_a_buffer_that_it_is_given() -> None:
-    def counted(features: KeyedJaggedTensor, seen: torch.Tensor) -> Any:
-        seen += 1
-        return shifted(features, seen)
-
-    check_like_plain(
-        Prepared(lambda m, b: [m.does(b.sparse, m.seen)], does(counted), buffers={"seen": 0}),
-        refused={"does": "it writes to its input", "bags": "it writes to its input"},
-    )
-
-
-@changed
-def a_module_whose_buffer_is_written_to_in_forward() -> None:
-    class Offset(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("by", torch.zeros(1, dtype=torch.int64))
-
-        def forward(self, features: KeyedJaggedTensor) -> Any:
-            return shifted(features, self.by)
-
-    def prepare(model: Any, batch: Any) -> Any:
-        features = model.offset(batch.sparse)
-        model.offset.by.add_(1)
-        return [features]
-
-    check_noticed_later(Prepared(prepare, {"offset": Offset}), "offset", "bags")
 
 
 @changed
@@ -389,14 +270,3 @@ def hooks_that_change_what_a_module_is_given_and_returns() -> None:
             Prepared(lambda m, b: [m.shift(b.sparse, b.number)], {"shift": make}),
             refused={"bags": "its argument 0 is not the one"},
         )
-
-
-@changed
-def hooks_that_only_look() -> None:
-    def looking() -> nn.Module:
-        module = Shift()
-        module.register_forward_pre_hook(lambda *_: None)
-        module.register_forward_hook(lambda *_: None)
-        return module
-
-    check_like_plain(Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": looking}), ahead={"shift": 1})

@@ -2,14 +2,14 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
-from itertools import chain, islice, product
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same, told
+from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same
 from tests.integration.trainer.pipelines.prepared import Does, Prepared, Rich, Shift, rich, shifted
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import (
@@ -23,12 +23,10 @@ from tests.integration.trainer.pipelines.training import (
     Training,
     batches,
     despite_losses,
-    sgd,
     through,
 )
-from tests.integration.trainer.torchrec_defects.models import CPU, bags
+from tests.integration.trainer.torchrec_defects.models import CPU
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -50,20 +48,6 @@ def every_batch_is_trained_on_once_and_in_order() -> None:
     plain, pipelined = _pair()
     assert pipelined.pipelined(batches(BATCHES)) == plain.plainly(batches(BATCHES))
     check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def data_ends_after_few_batches() -> None:
-    for number in range(4):
-        plain, pipelined = _pair()
-        pipeline = pipelined.pipeline()
-        iterator = batches(number)
-        assert through(pipeline, iterator) == plain.plainly(batches(number))
-        assert pipeline.trained == number
-        with pytest.raises(StopIteration):
-            pipeline.progress(iterator)
-        pipeline.detach()
-        check_same(pipelined.held(), plain.held())
 
 
 @scenario
@@ -109,17 +93,6 @@ def nothing_is_lost_when_the_iterator_fails() -> None:
         assert despite_losses(pipeline, iterator) == (outputs, 1)
         assert pipeline.trained == BATCHES
         check_same(pipelined.held(), whole.held())
-
-
-@scenario
-def another_iterator_goes_on_after_what_was_taken_from_the_first() -> None:
-    plain, pipelined = _pair()
-    pipeline, first = pipelined.pipeline(), batches(5)
-    outputs = [pipeline.progress(first) for _ in range(2)]
-    outputs += through(pipeline, batches(3, seed=1))
-    assert outputs == plain.plainly(chain(islice(batches(5), 4), batches(3, seed=1)))
-    assert len(list(first)) == 1
-    check_same(pipelined.held(), plain.held())
 
 
 @scenario
@@ -169,37 +142,6 @@ def batches_and_steps_are_counted() -> None:
     with pytest.raises(StopIteration):
         pipeline.progress(iterator)
     assert (pipeline.trained, pipeline.stepped) == (7, False)
-
-
-class Around(nn.Module):
-    """A sharded module within plain ones, and parameters that all ranks have, if any."""
-
-    def __init__(self, *, dense: bool) -> None:
-        super().__init__()
-        self.within = nn.ModuleDict({"one": nn.ModuleList([bags("f", "g")])})
-        self.scale = nn.Linear(1, 1) if dense else None
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.get_submodule("within.one.0")(batch.sparse).values().sum(1)
-        loss = nn.functional.mse_loss(found, batch.label)
-        loss = loss if self.scale is None else self.scale(loss.view(1, 1)).sum()
-        return loss, loss.detach()
-
-
-@scenario
-def a_sharded_module_is_within_plain_ones() -> None:
-    for dense in (True, False):
-        plain, pipelined = (Training(Around(dense=dense), BOTH_RANKS, dense=_sgd_of_any) for _ in range(2))
-        assert any(isinstance(m, DistributedDataParallel) for m in plain.model.modules()) == dense
-        with told() as reasons:
-            assert pipelined.pipelined(batches(BATCHES)) == plain.plainly(batches(BATCHES))
-        assert reasons == {}
-        check_same(pipelined.held(), plain.held())
-
-
-def _sgd_of_any(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Optimizers refuse to have no parameters."""
-    return sgd([*parameters, nn.Parameter(torch.zeros(1))])
 
 
 @scenario

@@ -17,7 +17,6 @@ from tests.integration.trainer.pipelines.training import (
     batches,
     through,
 )
-from tests.integration.trainer.torchrec_defects.models import DIM
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -86,14 +85,6 @@ def memory_that_is_used_for_every_result() -> None:
 
 
 @scenario
-def a_buffer_that_is_replaced_in_forward() -> None:
-    def replace(model: Any, _: Any) -> None:
-        model.prepare.offset = model.prepare.offset + 1
-
-    is_like_plain(lambda: Prepares(Offset(), before=replace))
-
-
-@scenario
 def a_change_after_its_use_is_refused_once_it_is_seen_unless_the_module_is_not_ahead() -> None:
     def replace(model: Any) -> None:
         model.prepare.offset = model.prepare.offset + 1
@@ -105,16 +96,6 @@ def a_change_after_its_use_is_refused_once_it_is_seen_unless_the_module_is_not_a
         with pytest.raises(Contradiction, match="not_ahead"):
             Training(Prepares(Offset(), after=change), BOTH_RANKS).pipelined(batches(6))
         is_like_plain(lambda change=change: Prepares(Offset(), after=change), not_ahead=["prepare"])  # type: ignore[misc]
-
-
-@scenario
-def the_mode_of_a_module_that_is_changed_between_steps_is_refused_once_it_is_seen() -> None:
-    training = Training(Prepares(Offset()), BOTH_RANKS)
-    pipeline, stream = training.pipeline(), batches(6)
-    pipeline.progress(stream)
-    training.model.module.prepare.eval()
-    with pytest.raises(Contradiction, match="not_ahead"):
-        pipeline.progress(stream)
 
 
 @scenario
@@ -197,29 +178,6 @@ class Writes(nn.Module):
 
 
 @scenario
-def a_result_that_is_used_for_dense_values_too() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out = torch.zeros(4, 2 * DIM)
-
-        def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-            return shifted(features, 1), self.out.fill_(float(features.lengths().sum()) / 100)
-
-    class Both(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.prepare = Counts()
-
-        def looked_up(self, batch: Any) -> torch.Tensor:
-            features, counts = self.prepare(batch.sparse)
-            found: torch.Tensor = self.bags(features).values() + counts
-            return found
-
-    is_like_plain(Both)
-
-
-@scenario
 def a_forward_that_failed_is_run_again() -> None:
     class Fails(Regression):
         fails = True
@@ -242,8 +200,6 @@ def a_forward_that_failed_is_run_again() -> None:
 # Tracing a model, to see what can be done ahead, leaves it as it is.
 
 tracing = SCENARIOS.scenario("tracing", ranks=2)
-
-OFFSET = torch.tensor([11])
 
 
 def _around(change: Any) -> None:
@@ -291,9 +247,3 @@ def what_forward_replaces_and_random_numbers_that_it_draws() -> None:
 
     for change in rebound, kept, lambda _: torch.rand(1):
         _around(change)
-
-
-@tracing
-def a_tensor_of_nobody_is_an_input() -> None:
-    make = Prepared(lambda m, b: [m.shift(b.sparse, OFFSET)], {"shift": Shift})
-    check_like_plain(make, ahead={"shift": 1})

@@ -12,7 +12,7 @@ from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import BOTH_RANKS, Regression, Training, batches, through
 from tests.integration.trainer.torchrec_defects.models import CPU
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines import accept_tensordicts
@@ -32,10 +32,6 @@ def _pair() -> tuple[Training, Training]:
 
 def _theirs(training: Training) -> Any:
     return TrainPipelineSparseDist(training.model, training.optimizer, CPU, execute_all_batches=True)
-
-
-def _base(training: Training) -> Any:
-    return TrainPipelineBase(training.model, training.optimizer, CPU)
 
 
 def _check_in_turn(*makes: Callable[[Training], Any], switch: Callable[[Any, Any], None]) -> None:
@@ -81,12 +77,6 @@ def _detach_and_attach(last: Any, following: Any) -> None:
 def two_take_turns() -> None:
     for switch in (_nothing, _detach, _detach_and_attach):
         _check_in_turn(Training.pipeline, Training.pipeline, switch=switch)
-
-
-@scenario
-def three_take_turns_with_torchrecs_plain_one() -> None:
-    for switch in (_nothing, _detach):
-        _check_in_turn(Training.pipeline, _base, Training.pipeline, switch=switch)
 
 
 @scenario

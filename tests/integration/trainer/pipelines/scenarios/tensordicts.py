@@ -26,7 +26,7 @@ from tests.integration.trainer.pipelines.jagged import (
 )
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import BOTH_RANKS, Batch, Training, farthest, through
-from tests.integration.trainer.torchrec_defects.models import CPU, DIM, META, bag, bags, sequence, sequences
+from tests.integration.trainer.torchrec_defects.models import CPU, META, bag, bags, sequence, sequences
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import PoolingType
@@ -105,12 +105,6 @@ def a_tensordict_that_was_cut_out_of_a_larger_one_or_is_locked() -> None:
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
-def batches_of_different_sizes() -> None:
-    batches = [next(ids(1, size=size, seed=size)) for size in (4, 1, 7, 2, 4)]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
 def values_that_lie_in_every_way() -> None:
     ways: list[Callable[[list[list[int]]], Any]] = [
         nested,
@@ -124,34 +118,6 @@ def values_that_lie_in_every_way() -> None:
     batches = list(ids(len(ways)))
     given = [as_tensordict(batch, value=way) for batch, way in zip(batches, ways, strict=True)]
     train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def other_keys_hold_anything() -> None:
-    batches = list(ids(5))
-    others: list[dict[str, Any]] = [
-        {"z": torch.ones(4, 2)},
-        {"a": "text", "z": nested([[1], [2], [], [77]])},
-        {},
-        {"z": TensorDict({"f": nested([[99], [], [], []])})},
-        {"a": by_lengths([[5]]), "z": as_kjt(batches[0])},
-    ]
-    given = []
-    for batch, other in zip(batches, others, strict=True):
-        first = {key: value for key, value in other.items() if key < "f"}
-        last = {key: value for key, value in other.items() if key > "f"}
-        given.append(TensorDict(first | {key: nested(batch[key]) for key in batch} | last))
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def modules_with_different_features_of_one_tensordict() -> None:
-    batches = list(ids(5, "f", "g", "h"))
-
-    def make() -> nn.Module:
-        return Lookups(one=bags("h", "f"), two=bags("g"), three=sequences("g", "h"))
-
-    train_same(make, BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
@@ -207,17 +173,6 @@ def other_ways_to_hold_and_to_get_one() -> None:
     ]
     for of, expected, given in ways:
         train_same(partial(_bags, of), BOTH_RANKS, expected, given)
-
-
-@SCENARIOS.scenario("tensordicts in batches", ranks=2)
-def a_tensordict_given_by_name() -> None:
-    class ByName(Lookups):
-        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            found = getattr(self, "bags")(features=batch).values()  # noqa: B009  # Its type says too little.
-            return 0.05 * self.over(found.reshape(-1, DIM)).square().sum(), found.detach()
-
-    batches = list(ids(4))
-    train_same(lambda: ByName(bags=bags("f", "g")), BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
 
 
 class Next(nn.Module):
@@ -328,16 +283,6 @@ def mixed_with_keyed_jagged_tensors() -> None:
         for first in range(len(forms)):
             given = [forms[(first + number) % len(forms)](batch) for number, batch in enumerate(batches)]
             train_same(make, BOTH_RANKS, [as_kjt(batch, "fg", weights=True) for batch in batches], given)
-
-
-@SCENARIOS.scenario("tensordicts with weights", ranks=2)
-def who_does_not_weight_leaves_weights_alone_or_refuses_them() -> None:
-    """With a KeyedJaggedTensor, TorchRec's sharded bags weight nevertheless, and its unsharded ones do not."""
-    batches = list(ids(4))
-    given = [as_tensordict(batch, value=weighted) for batch in batches]
-    expected = [as_kjt(batch, weights=True) for batch in batches]
-    train_same(lambda: Lookups(sequences=sequences("f", "g")), BOTH_RANKS, expected, given)
-    _check_refused([_bags, _unsharded], given[0], "'f'", "weights")
 
 
 # Those that cannot be right: which these are is shown by tests/unit/trainer/pipelines/test_tensordict_to_kjt.py.

@@ -36,56 +36,6 @@ def an_unknown_consumer_is_an_error_that_names_the_others() -> None:
             read()
 
 
-@scenario(row=7)
-def an_acknowledgement_is_for_one_consumer() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions(consumers=["a", "b", "c"], mode=TrackingMode.EMBEDDING))
-    train(model, t0=[1])
-    tracker.step()
-    tracker.acknowledge(tracker.get_delta("a"))
-    assert [ids_of(tracker.get_delta(name)) for name in "abc"] == [{}, {T0: [1]}, {T0: [1]}]
-
-
-@scenario(row=8)
-def what_was_read_is_offered_until_it_is_acknowledged() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    train(model, t0=[1, 2])
-    tracker.step()
-    lost = tracker.get_delta()  # Its publishing fails.
-    train(model, t0=[2, 3])
-    tracker.step()
-    delta = tracker.get_delta()
-    assert ids_of(delta) == {T0: [1, 2, 3]}
-    assert tracker.acknowledge(delta)
-    assert not tracker.acknowledge(lost)  # Too late: the position has been further.
-    assert not tracker.acknowledge(delta)
-    assert not tracker.get_delta().rows
-
-
-@scenario(row=8)
-def consumers_come_and_go_while_training_goes_on() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    train(model, t0=[1])
-    tracker.step()
-    tracker.add_consumer("late")
-    train(model, t0=[2])
-    tracker.step()
-    assert ids_of(tracker.get_delta("late")) == {T0: [2]}
-    assert ids_of(tracker.get_delta("default")) == {T0: [1, 2]}
-
-    delta = tracker.get_delta("late")
-    tracker.remove_consumer("late")
-    assert tracker.consumers == ["default"]
-    assert not tracker.acknowledge(delta)
-    tracker.add_consumer("late")
-    train(model, t0=[3])
-    tracker.step()
-    assert not tracker.acknowledge(delta)  # It belongs to the one before.
-    assert ids_of(tracker.get_delta("late")) == {T0: [3]}
-
-
 @scenario(row=10)
 def a_consumer_who_never_reads_costs_nothing() -> None:
     for mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING):

@@ -75,13 +75,6 @@ def a_skip_that_fits_nothing_is_refused() -> None:
             Tracker(model, TrackerOptions(fqns_to_skip=["t0", wrong]))
 
 
-@scenario(row=13)
-def a_parameter_outside_of_tables_can_be_skipped_too() -> None:
-    model = sharded({"bags": bags("t0")}, dense=True)
-    tracker = Tracker(model, TrackerOptions(dense=True, fqns_to_skip=["dense.bias"]))
-    assert [table.name for table in tracker.tables] == [T0, "dense.weight"]
-
-
 @scenario(row=16, ranks=2)
 def data_parallel_tables_can_be_left_out() -> None:
     model = sharded({"bags": bags("t0")}, {"t0": data_parallel()})
