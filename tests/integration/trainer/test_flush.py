@@ -123,7 +123,7 @@ def failed(sync: DeltaSync) -> None:
 
 
 @pytest.mark.parametrize(("end", "finished"), [(closed, True), (DeltaSync.abort, False), (failed, False)])
-def test_the_service_is_told_of_a_training_that_has_come_to_its_end_and_of_no_other(
+def test_only_a_closed_trainer_signs_off_as_finished(
     running: RunningService, end: Callable[[DeltaSync], None], finished: bool
 ) -> None:
     sync = DeltaSync(nn.Linear(2, 3), SyncOptions(service=running.grpc, model="clicks"))

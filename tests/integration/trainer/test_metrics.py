@@ -5,7 +5,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.support.documents import ROOT
 from tests.support.ports import free_port
@@ -27,20 +26,6 @@ def sync(running: RunningService) -> Iterator[DeltaSync]:
     sync.flush(WAIT)
     yield sync
     sync.abort()
-
-
-def test_the_time_to_publish_and_what_is_not_published_are_told(running: RunningService) -> None:
-    model = nn.Linear(4, 5)
-    with DeltaSync(model, SyncOptions(service=running.grpc, model="clicks", publish_every=100)) as sync:
-        assert (sync.metrics()["publish_seconds"], sync.metrics()["unpublished_seconds"]) == (0, 0)
-        sync.flush(WAIT)
-        assert sync.metrics()["publish_seconds"] > 0
-        assert sync.metrics()["unpublished_seconds"] == 0
-        with torch.no_grad():
-            model.weight += 1
-        sync.step()
-        assert sync.metrics()["unpublished_steps"] == 1
-        assert sync.metrics()["unpublished_seconds"] > 0
 
 
 def test_promtool_accepts_a_trainers_metrics(sync: DeltaSync, tool: Callable[[str], str]) -> None:

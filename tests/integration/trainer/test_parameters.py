@@ -162,18 +162,6 @@ def test_a_tie_on_one_side_only_is_refused_with_both_names(running: RunningServi
     torch.testing.assert_close(served.state_dict(), before)
 
 
-def test_two_tables_with_the_rows_of_a_tie_can_be_left_out(running: RunningService) -> None:
-    trained, served = Tied(tied=False), Tied()
-    with DeltaSync(trained, SyncOptions(service=running.grpc, model="clicks")) as sync:
-        head = sync.flush(WAIT)
-    target = TorchTarget(served.eval(), leave_out=["decoder.*"])
-    with Subscriber(
-        SubscriberOptions(service=running.grpc, consumer="predictors", replica="a"), target
-    ) as replica:
-        replica.wait_for(head, WAIT)
-    torch.testing.assert_close(served.encoder.weight, trained.encoder.weight, rtol=0, atol=0)
-
-
 SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((8, 4, 3), (8, 3, 4)),
     ((16, 3, 5, 5), (16, 5, 5, 3)),

@@ -106,12 +106,6 @@ def test_what_follows_for_a_pipeline(options: dict[str, Any], scales_loss: bool,
     assert (chosen.scales_loss, chosen.defers_tables) == (scales_loss, defers_tables)
 
 
-def test_defaults_of_a_pipeline() -> None:
-    chosen = PipelineOptions()
-    assert (chosen.grad_accum, chosen.accumulate_tables, chosen.enable_amp) == (1, False, False)
-    assert (chosen.amp_dtype, chosen.loss_scale) == (torch.bfloat16, 65_536)
-
-
 def test_what_was_published_is_printed_without_every_cut() -> None:
     stats = SyncStats()
     for step in range(1, 1001):

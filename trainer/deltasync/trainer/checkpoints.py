@@ -42,8 +42,15 @@ class TrainerCheckpoints:
     """
 
     def __init__(
-        self, folder: Path, every: int, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync
+        self,
+        folder: Path,
+        every: int,
+        model: nn.Module,
+        optimizer: CombinedOptimizer,
+        sync: DeltaSync,
+        write: "Callable[..., None] | None" = None,
     ) -> None:
+        self._write_files = write or write_checkpoint
         self._folder, self._every, self._steps = folder, every, 0
         self._model, self._optimizer, self._sync = model, optimizer, sync
         with begun_together("TrainerCheckpoints", {"every": every}):
@@ -93,7 +100,7 @@ class TrainerCheckpoints:
         partial = self._folder / _PARTIAL
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if not self._succeeds(folder, lambda: write_checkpoint(partial, state, sync, self._writing)):
+        if not self._succeeds(folder, lambda: self._write_files(partial, state, sync, self._writing)):
             return False
         return self._succeeds(folder, lambda: self._complete(partial, folder) if dist.get_rank() == 0 else None)
 

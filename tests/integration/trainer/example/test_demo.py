@@ -31,6 +31,7 @@ def _line(demo: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
     pytest.fail(f"no {pattern!r} in {passed}")
 
 
+@pytest.mark.nightly
 def test_demo_runs_until_ctrl_c_and_finds_all_rows_equal() -> None:
     with killed(
         subprocess.Popen(

@@ -2,8 +2,10 @@
 
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ import torch.distributed as dist
 from tests.support.ranks import leave
 
 from deltasync.base.errors import StorageFailed
-from deltasync.trainer import checkpoints as module
 from deltasync.trainer.checkpoints import TrainerCheckpoints, checkpoints_in, write_checkpoint
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.model import ClickModel
@@ -24,12 +25,12 @@ SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
 class Training:
     """A model whose steps change all rows of a table."""
 
-    def __init__(self, folder: Path, every: int = 1) -> None:
+    def __init__(self, folder: Path, every: int = 1, write: Callable[..., None] | None = None) -> None:
         device = torch.device("cpu")
         model = ClickModel(SIZES, torch.device("meta"))
         self.model, self.optimizer = shard(model, click_tables(), OptimizerOptions(), device)
         self.sync = DeltaSync(self.model, SyncOptions(service="localhost:1", model="m", publish_every=10**6))
-        self.checkpoints = TrainerCheckpoints(folder, every, self.model, self.optimizer, self.sync)
+        self.checkpoints = TrainerCheckpoints(folder, every, self.model, self.optimizer, self.sync, write)
 
     def step(self) -> None:
         with torch.no_grad():
@@ -65,29 +66,27 @@ def the_last_two_are_there(folder: Path) -> None:
     assert (again.sync.tracker.steps, again.values()) == (6, {6.0})
 
 
-def a_checkpoint_has_the_weights_of_its_step(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def a_checkpoint_has_the_weights_of_its_step(folder: Path) -> None:
     """Though those of later steps are there when it is written."""
-    training, stepped = Training(folder), Future[None]()
+    stepped = Future[None]()
 
     def late(*arguments: object) -> None:
         stepped.result()
         write_checkpoint(*arguments)  # type: ignore[arg-type]
 
-    with patch.context() as patched:
-        patched.setattr(module, "write_checkpoint", late)
+    training = Training(folder, write=late)
+    for _ in range(4):  # The first step begins a checkpoint; none is begun meanwhile.
         training.step()
-        for _ in range(3):  # None is begun meanwhile.
-            training.step()
-        stepped.set_result(None)
-        assert training.checkpoints._written
-        assert training.checkpoints._written.result()
+    stepped.set_result(None)
+    assert training.checkpoints._written
+    assert training.checkpoints._written.result()
     assert names(folder) == ["step-000000000001"]
     again = Training(folder)
     assert again.checkpoints.load()
     assert (again.sync.tracker.steps, again.values()) == (1, {1.0})
 
 
-def one_that_cannot_be_written_leaves_the_one_before(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def one_that_cannot_be_written_leaves_the_one_before(folder: Path) -> None:
     training = Training(folder)
     training.step()
     training.checkpoints.finish()
@@ -97,13 +96,11 @@ def one_that_cannot_be_written_leaves_the_one_before(folder: Path, patch: pytest
         if dist.get_rank() == 1:
             raise OSError("no space left on device")
 
-    again = Training(folder)
+    again = Training(folder, write=refused)
     assert again.checkpoints.load()
-    with patch.context() as patched:
-        patched.setattr(module, "write_checkpoint", refused)
-        again.step()
-        with pytest.raises(StorageFailed, match=f"the last checkpoint is missing in {folder}"):
-            again.checkpoints.finish()
+    again.step()
+    with pytest.raises(StorageFailed, match=f"the last checkpoint is missing in {folder}"):
+        again.checkpoints.finish()
     assert names(folder) == ["partial", "step-000000000001"]
     third = Training(folder)
     assert third.checkpoints.load()
@@ -113,7 +110,7 @@ def one_that_cannot_be_written_leaves_the_one_before(folder: Path, patch: pytest
     assert names(folder) == ["step-000000000001", "step-000000000002"], "what was left is gone"
 
 
-def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path) -> None:
     training, remove = Training(folder), shutil.rmtree
 
     def refused(path: Path, ignore_errors: bool = False) -> None:
@@ -121,8 +118,7 @@ def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path, patch: pytest
             raise OSError("directory not empty")
         remove(path, ignore_errors=True)
 
-    with patch.context() as patched:
-        patched.setattr(shutil, "rmtree", refused)
+    with mock.patch.object(shutil, "rmtree", refused):
         for _ in range(4):
             training.step()
             assert training.checkpoints._written
@@ -132,12 +128,11 @@ def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path, patch: pytest
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
-    patch = pytest.MonkeyPatch()
     assert not Training(folder / "none").checkpoints.load()
     the_last_two_are_there(folder / "two")
-    a_checkpoint_has_the_weights_of_its_step(folder / "step", patch)
-    one_that_cannot_be_written_leaves_the_one_before(folder / "failed", patch)
-    an_older_one_that_cannot_be_removed_does_no_harm(folder / "stuck", patch)
+    a_checkpoint_has_the_weights_of_its_step(folder / "step")
+    one_that_cannot_be_written_leaves_the_one_before(folder / "failed")
+    an_older_one_that_cannot_be_removed_does_no_harm(folder / "stuck")
     dist.barrier()
     dist.destroy_process_group()
     leave()

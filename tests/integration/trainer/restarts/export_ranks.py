@@ -41,7 +41,6 @@ MAPS = "sparse._managed_collision_collection._managed_collision_modules"
 # The plan that publishes, and that which begins again.
 RUNS = {
     "columns-to-rows": (CASES["bags-column-wise"], CASES["bags-row-wise"]),
-    "rows-to-columns": (CASES["sequences-row-wise"], CASES["sequences-column-wise"]),
     "table-to-copies": (CASES["bags-table-wise"], replace(CASES["bags-table-wise"], sharding=data_parallel())),
     "sorted": (CASES["raw-ids-of-bags-lru"],) * 2,
     "hashed": (CASES["hashed-ids-of-bags"],) * 2,

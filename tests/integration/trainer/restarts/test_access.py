@@ -42,7 +42,7 @@ class Trainer:
             self.sync.step()
 
 
-def test_a_trainer_without_its_role_and_then_its_token_trains_on_and_publishes_once_it_has_them(
+def test_a_trainer_without_its_rights_trains_on_and_publishes_later(
     service: GuardedService, token_file: Path
 ) -> None:
     trainer = Trainer(service, token_file)

@@ -66,7 +66,7 @@ def test_a_service_put_back_to_an_older_copy_is_given_what_it_lacks(
     sync.abort()
 
 
-def test_a_checkpoint_of_a_version_that_the_service_has_lost_goes_on_from_an_earlier_one(
+def test_a_run_whose_version_is_lost_continues_from_an_earlier_one(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
     model = Table()

@@ -58,7 +58,7 @@ def test_the_running_trainer_stops_with_an_error(rolled_back: Trainer) -> None:
     rolled_back.sync.abort()
 
 
-def test_weights_without_a_state_come_back_only_if_a_person_vouches_for_them(
+def test_rolled_back_weights_are_published_only_with_start_over(
     running: RunningService, rolled_back: Trainer
 ) -> None:
     rolled_back.sync.abort()
@@ -73,7 +73,7 @@ def test_weights_without_a_state_come_back_only_if_a_person_vouches_for_them(
     vouched.sync.abort()
 
 
-def test_a_trainer_goes_on_from_the_version_that_the_model_was_rolled_back_to(
+def test_a_trainer_continues_from_the_version_of_a_rollback(
     running: RunningService, rolled_back: Trainer, tmp_path: Path
 ) -> None:
     rolled_back.sync.abort()

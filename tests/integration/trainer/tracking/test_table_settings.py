@@ -1,6 +1,7 @@
 """Settings of tables: what is refused is refused by name, and what is not marks the rows that change."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_gradients_written_back_once_per_id_change_the_same_rows(precomputed: bo
     assert tracker.get_delta().ids[f"{SEQUENCES}.u"].tolist() == [3, 5]
 
 
-def test_rows_in_a_cache_are_read_and_deleted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_a_cache_are_read_and_deleted_there() -> None:
     """There are caches on GPUs alone: this one is put there by hand, as FBGEMM would have it."""
     tables = {name: row_wise(compute_kernel="fused_uvm_caching") for name in ("first", "second")}
     model = sharded({"bags": bags(bag("first", "f", "g"), "second")}, tables)
@@ -144,11 +145,11 @@ def test_rows_in_a_cache_are_read_and_deleted_there(monkeypatch: pytest.MonkeyPa
     def flush() -> None:
         second[3], first[3] = kernel.lxu_cache_weights
 
-    monkeypatch.setattr(kernel, "flush", flush)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
-    tracker.resync()
-    for batch in tracker.get_delta().rows:
-        assert batch.values[3].tolist() == [7.0] * DIM
-    tracker.delete(f"{BAGS}.second", torch.tensor([3]))
+    kernel.flush = flush
+    with mock.patch.object(torch.cuda, "synchronize"):
+        tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
+        tracker.resync()
+        for batch in tracker.get_delta().rows:
+            assert batch.values[3].tolist() == [7.0] * DIM
+        tracker.delete(f"{BAGS}.second", torch.tensor([3]))
     assert kernel.lxu_cache_weights[:, 0].tolist() == [0.0, 7.0]

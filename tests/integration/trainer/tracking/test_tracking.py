@@ -14,8 +14,10 @@ from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
-# Runs by day: one model with every kind of sharding, under every pipeline.
-BY_DAY = [f"{training}/every-sharding" for training in TRAININGS]
+# One model with every kind of sharding, under every pipeline; by day under one of each kind.
+EVERY_SHARDING = [f"{training}/every-sharding" for training in TRAININGS]
+KINDS = ("Base", "Online", "Online-tables-too", "SemiSync", "Fused", "micro-batches")
+BY_DAY = [f"{training}/every-sharding" for training in KINDS]
 
 
 def _can_wait(case: str) -> bool:
@@ -28,6 +30,7 @@ def groups() -> Iterator[list[str]]:
     two, four = ([name for name, case in CASES.items() if case.ranks == ranks] for ranks in (2, 4))
     two.remove("every-sharding")
     yield BY_DAY
+    yield [name for name in EVERY_SHARDING if name not in BY_DAY]
     # Lookups come in the step of their update, before the model's forward, and a step earlier.
     yield [f"SparseDist/{case}" for case in two]
     yield [f"{training}/{case}" for training in ("Fused", "SemiSync") for case in two]

@@ -38,13 +38,3 @@ def test_rank_gets_every_world_size_th_event(features: Features, rank: int, worl
     for key in SPARSE_FEATURES:
         expected = rows_of(features, key)
         assert lists(batch, key) == [expected[row] for row in mine], key
-
-
-def test_batch_shares_no_memory_with_the_features(features: Features) -> None:
-    batch = click_batch(features)
-    arrays = (features.dense, features.label, features.index, features.ids["user"], features.history)
-    before = [array.copy() for array in arrays]
-    for tensor in (batch.dense, batch.label, batch.index, batch.sparse.values()):
-        tensor.fill_(7)
-    for array, unchanged in zip(arrays, before, strict=True):
-        np.testing.assert_array_equal(array, unchanged)

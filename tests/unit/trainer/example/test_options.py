@@ -8,7 +8,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, arguments, flags
 
 
@@ -48,9 +47,3 @@ def test_a_wrong_value_is_a_wrong_use() -> None:
     refused = CliRunner().invoke(command, ["--dim", "5"])
     assert refused.exit_code == 2
     assert "dim: 5, expected an even number" in refused.output
-
-
-def test_batch_divides_evenly_among_ranks() -> None:
-    StreamOptions(batch_size=12).check_ranks(4)
-    with pytest.raises(InvalidInput, match="batch_size: 10, expected a multiple of the 4 ranks"):
-        StreamOptions(batch_size=10).check_ranks(4)

@@ -41,12 +41,6 @@ def test_batches_have_the_given_size_and_keep_every_event(events: int, size: int
     assert 0 < len(cut[-1]) <= size
 
 
-def test_synthetic_stream_is_endless_without_a_limit() -> None:
-    endless = batches(StreamOptions(batch_size=5000), SMALL)
-    assert [len(batch) for batch in itertools.islice(endless, 3)] == [5000] * 3
-    assert count_events(StreamOptions(events=77), SMALL) == 77
-
-
 @pytest.mark.parametrize(("asked", "found"), [(None, 3), (2, 2), (99, 3)])
 def test_stream_ends_with_a_shorter_file(tmp_path: Path, asked: int | None, found: int) -> None:
     path = ratings(tmp_path, "1::1::5::1\n1::2::5::2\n1::3::5::3\n")

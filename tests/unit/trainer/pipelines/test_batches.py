@@ -60,7 +60,7 @@ class Batch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not fol
 # To a device.
 
 
-def test_all_of_a_tensordict_is_copied_and_what_it_was_copied_from_stays_as_it_is() -> None:
+def test_a_copy_of_a_tensordict_is_complete_and_leaves_the_original_alone() -> None:
     given = batch()
     before = dict(tensors_in(given))
     copied = to_device(given, META)
@@ -184,7 +184,7 @@ def test_a_batch_that_knows_how_keeps_itself() -> None:
     given.record_stream.assert_called_once_with(on)
 
 
-def test_what_is_handed_over_is_waited_for_and_then_kept_for_the_current_stream() -> None:
+def test_the_current_stream_waits_for_a_value_and_keeps_its_memory() -> None:
     current, before, steps = stream(), stream(), []
     current.wait_stream.side_effect = lambda other: steps.append(("waits", other))
     given = mock.Mock(spec=Batch)

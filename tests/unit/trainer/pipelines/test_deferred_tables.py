@@ -132,7 +132,7 @@ def is_as_of_one_batch(lookup: SumOfRows) -> bool:
     return torch.equal(lookup.rows.grad, other.rows.grad)
 
 
-def test_a_kept_lookup_is_updated_as_by_one_batch_whatever_is_written_to_a_batch_afterwards() -> None:
+def test_a_deferred_lookup_updates_as_one_batch_if_batches_are_reused() -> None:
     lookup = SumOfRows()
     deferred = deferring(lookup)
     for batch in FIRST, SECOND:

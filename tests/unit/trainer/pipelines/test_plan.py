@@ -135,7 +135,7 @@ def test_reasons(call: Callable[[Any, Any], Any], reasons: dict[str, str]) -> No
     ],
     ids=lambda constant: type(constant).__name__,
 )
-def test_a_constant_that_a_trace_cannot_hold_leaves_its_module_to_forward_and_no_other(constant: Any) -> None:
+def test_a_constant_that_no_trace_holds_keeps_only_its_module_in_forward(constant: Any) -> None:
     held = f"module 'words' is called with a value of type {type(constant).__name__}, which torch.fx cannot hold"
     for argument in (constant, [constant], {"a": (1, constant)}, slice(constant)):
         plan = plan_of(
@@ -154,7 +154,7 @@ def test_a_constant_that_a_trace_cannot_hold_leaves_its_module_to_forward_and_no
         assert all(reason.startswith(held) for reason in plan.reasons.values()), plan.reasons
 
 
-def test_lookups_and_parts_of_the_batch_may_depend_on_a_constant_that_a_trace_cannot_hold() -> None:
+def test_lookups_and_accesses_may_take_a_constant_that_no_trace_holds() -> None:
     held = "is called with a value of type bytes, which torch.fx cannot hold"
     for call, reason in (
         (lambda m, b: m.sharded(b.one, b"one"), f"module 'sharded' {held}"),

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,12 +119,11 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda() -> Iterator[Cuda]:
     fake = Cuda()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: fake.side)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    return fake
+    of_torch: Any = {"Stream": lambda _device: fake.side, "current_stream": lambda _device: fake.current}
+    with mock.patch.multiple(torch.cuda, stream=fake.stream, **of_torch):
+        yield fake
 
 
 class TestStreams:
@@ -146,7 +147,7 @@ class TestStreams:
         assert cuda.current.waits_for("gather", cuda.side)
         assert "host waits" not in cuda.current.given + cuda.side.given
 
-    def test_a_read_by_the_training_thread_comes_after_what_it_has_just_launched(self, cuda: Cuda) -> None:
+    def test_a_read_by_the_training_thread_follows_the_work_it_launched(self, cuda: Cuda) -> None:
         gate = begun(UpdateGate(torch.device("cuda")))
         cuda.current.given.append("backward")
         with gate.reading(None):

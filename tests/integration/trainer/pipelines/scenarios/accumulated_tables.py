@@ -316,7 +316,7 @@ def a_detached_pipeline_gives_the_model_its_lookups_back() -> None:
 
 
 @SCENARIOS.scenario("deferring", ranks=2)
-def a_pipeline_that_is_reset_begins_a_step_anew_and_leaves_nothing_of_it_to_others() -> None:
+def a_reset_pipeline_begins_a_new_step_and_leaves_no_gradients() -> None:
     of, plain = training(), training()
     pipeline = of.pipeline(grad_accum=3, accumulate_tables=True)
     pipeline.progress(iter(micro_batches(3)))

@@ -43,7 +43,7 @@ def dense(of: Training) -> torch.Tensor:
     return torch.cat([held["over.weight"].flatten(), held["over.bias"].flatten()])
 
 
-@SCENARIOS.scenario("accumulation", ranks=2)
+@SCENARIOS.scenario("accumulation", ranks=2, nightly=True)
 def micro_batches_train_as_the_larger_batches_that_they_make_up() -> None:
     """Any number of them, and whatever is left for the next step."""
     for count in 1, 2, 3, 4, 8:
@@ -99,7 +99,7 @@ def the_loss_that_is_reported_is_that_of_the_micro_batch() -> None:
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
-def fused_tables_are_updated_in_each_micro_batch_by_the_gradient_of_its_share_of_the_loss() -> None:
+def each_micro_batch_updates_fused_tables_by_its_share_of_the_loss() -> None:
     """Unless `accumulate_tables` is asked for. A step that ends early steps dense parameters by the mean."""
     of, by_hand = training(), training()
     of.pipelined(micro_batches(8), grad_accum=3)
@@ -179,7 +179,7 @@ def gradients_are_exchanged_once_for_a_step() -> None:
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
-def gradients_are_not_even_exchanged_at_first_where_the_graph_is_not_said_to_be_always_the_same() -> None:
+def gradients_are_exchanged_once_without_a_static_graph() -> None:
     def build() -> Training:
         with reducing(static_graph=False):
             return training()

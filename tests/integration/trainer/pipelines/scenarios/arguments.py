@@ -115,7 +115,7 @@ class Averages(DMPCollection):  # type: ignore[misc]  # torchrec's types are not
 
 
 @scenario
-def replicas_are_averaged_after_some_batches_which_are_the_same_on_all_ranks() -> None:
+def replicas_are_averaged_after_the_same_batches_on_all_ranks() -> None:
     options: list[tuple[dict[str, Any], list[int]]] = [
         ({}, [1, 2, 3, 4, 5]),
         ({"dmp_collection_sync_interval_batches": 2}, [1, 3, 5]),

@@ -79,7 +79,7 @@ def _rotations() -> Iterator[list[Callable[[Ids], Any]]]:
         yield FORMS[first:] + FORMS[:first]
 
 
-@SCENARIOS.scenario("mixed features", ranks=2)
+@SCENARIOS.scenario("mixed features", ranks=2, nightly=True)
 def bags_begin_with_any() -> None:
     for forms in _rotations():
         _train_same_in(forms, _bags)

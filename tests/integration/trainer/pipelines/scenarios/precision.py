@@ -130,7 +130,7 @@ def fused_tables_do_not_see_the_scale() -> None:
 
 
 @SCENARIOS.scenario("precision", ranks=2)
-def tables_that_every_rank_has_or_whose_kernels_are_not_fused_do_not_see_the_scale() -> None:
+def replicated_and_dense_tables_do_not_see_the_scale() -> None:
     """Those that are not fused: alone in their lookup, or beside a fused one."""
     for steps_of in 1, 3:
         sharding = BOTH_RANKS | {"f": data_parallel()}

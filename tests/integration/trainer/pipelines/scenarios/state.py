@@ -85,7 +85,7 @@ def memory_that_is_used_for_every_result() -> None:
 
 
 @scenario
-def a_change_after_its_use_is_refused_once_it_is_seen_unless_the_module_is_not_ahead() -> None:
+def a_change_after_its_use_is_an_error_unless_the_module_is_not_ahead() -> None:
     def replace(model: Any) -> None:
         model.prepare.offset = model.prepare.offset + 1
 
@@ -99,7 +99,7 @@ def a_change_after_its_use_is_refused_once_it_is_seen_unless_the_module_is_not_a
 
 
 @scenario
-def an_attribute_that_is_changed_while_the_model_is_evaluated_is_refused_once_it_is_seen() -> None:
+def an_attribute_that_changes_during_evaluation_is_an_error() -> None:
     def by_pipeline(training: Training, pipeline: Any) -> None:
         training.model.eval()
         through(pipeline, batches(1, seed=1))

@@ -1,4 +1,4 @@
-"""The scenarios of rows that change in other ways than by the lookups found at first."""
+"""The scenarios of rows that change in other ways than by the lookups found at first, and of deletes."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -106,7 +106,7 @@ REWRITES: list[Callable[[DistributedModelParallel], None]] = [
 ]
 
 
-@SCENARIOS.scenario("loads", ranks=2)
+@SCENARIOS.scenario("loads", ranks=2, nightly=True)
 def every_way_to_rewrite_a_model_is_followed() -> None:
     for rewrite in REWRITES:
         of = model()
@@ -140,7 +140,7 @@ def other_threads_may_read_after_a_load_without_a_step() -> None:
 
 
 @SCENARIOS.scenario("loads", ranks=2)
-def a_load_that_fails_leaves_everything_marked_and_reads_waiting_until_the_step() -> None:
+def a_failed_load_marks_all_rows_and_lets_reads_wait_for_the_step() -> None:
     of = model()
     replica = Replica(of)
     with pytest.raises(Exception, match=r"size mismatch|shape|Error"):

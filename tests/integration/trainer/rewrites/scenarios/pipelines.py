@@ -76,7 +76,7 @@ def tables_are_deferred_in_their_new_lookups_too() -> None:
     check_like_without(ROUNDING, **DEFERRED)
 
 
-@SCENARIOS.scenario("pipelines", ranks=2)
+@SCENARIOS.scenario("pipelines", ranks=2, nightly=True)
 def the_scale_of_the_loss_does_not_reach_them() -> None:
     check_like_without(HALF_ROUNDING, **FLOAT16, loss_scale=1024.0)
 

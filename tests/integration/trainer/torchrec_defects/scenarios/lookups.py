@@ -1,6 +1,5 @@
 """Rows 4 and 24: when a lookup counts."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -58,24 +57,3 @@ def pause_is_for_the_lookups_of_its_thread() -> None:
         loss.backward()  # Its lookup came before.
     tracker.step()
     assert ids_of(tracker.get_delta()) == {T0: [3, 4]}
-
-
-@scenario(row=24)
-def pause_in_one_thread_leaves_another_alone() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    paused, trained = threading.Event(), threading.Event()
-
-    def evaluate() -> None:
-        with tracker.pause():
-            paused.set()
-            trained.wait()
-
-    with ThreadPoolExecutor(1) as other:
-        evaluation = other.submit(evaluate)
-        paused.wait()
-        train(model, t0=[5])
-        trained.set()
-        evaluation.result()
-    tracker.step()
-    assert ids_of(tracker.get_delta()) == {T0: [5]}

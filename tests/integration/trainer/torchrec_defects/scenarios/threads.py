@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -106,27 +105,6 @@ def readers_in_other_threads_miss_no_row() -> None:
 
 
 @scenario(row=26)
-def a_read_in_another_thread_waits_for_the_end_of_the_step() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
-    train(model, t0=[1])
-    uses: list[Callable[..., Any]] = [
-        tracker.get_delta,
-        tracker.get_delta_ids,
-        lambda **how: tracker.add_consumer("late", **how),
-    ]
-    with ThreadPoolExecutor(1) as other:
-        for use in uses:
-            with pytest.raises(DeltasyncError, match=r"not ended within 0.01 s: call step\(\) after each"):
-                other.submit(use, timeout_seconds=0.01).result()
-        assert tracker.consumers == ["default"]
-        waiting = other.submit(tracker.get_delta)
-        train(model, t0=[2])
-        tracker.step()
-        assert ids_of(waiting.result()) == {f"{BAGS}.t0": [1, 2]}
-
-
-@scenario(row=26)
 def rows_that_change_unmarked_are_not_read_half_changed() -> None:
     model = sharded({"bags": bags("t0")})
     tracker = Tracker(model)
@@ -139,33 +117,3 @@ def rows_that_change_unmarked_are_not_read_half_changed() -> None:
             other.submit(tracker.get_delta, timeout_seconds=0.01).result()
         tracker.step()
         assert ids_of(other.submit(tracker.get_delta).result()) == {f"{BAGS}.t0": [1]}
-
-
-@scenario(row=26)
-def the_thread_that_trains_does_not_wait_for_a_waiting_reader() -> None:
-    """That one waits for a step that would never end."""
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
-    delta = tracker.get_delta()
-    uses: list[Callable[[], object]] = [
-        lambda: tracker.acknowledge(delta),
-        tracker.get_delta,
-        tracker.resync,
-        tracker.state_dict,
-    ]
-    for use in uses:
-        train(model, t0=[1])
-        with ThreadPoolExecutor(1) as other, threads_taking_turns():
-            begun = threading.Event()
-            waiting = other.submit(_read_after, begun, tracker)
-            begun.wait()
-            for _ in range(100):  # It has begun to read; some while later it waits.
-                use()
-            train(model, t0=[2])
-            tracker.step()
-            assert 2 in waiting.result().ids[f"{BAGS}.t0"]
-
-
-def _read_after(begun: threading.Event, tracker: Tracker) -> Delta:
-    begun.set()
-    return tracker.get_delta(timeout_seconds=PATIENCE_SECONDS)

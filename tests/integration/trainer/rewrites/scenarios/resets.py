@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.deletes.scenarios import SCENARIOS
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.copies import followed
 from tests.integration.trainer.torchrec_defects.models import (
     ROWS,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.deletes.scenarios import SCENARIOS
 from tests.integration.trainer.rewrites.replica import on_all_ranks, whole
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import bag, bags, sharded, train
 from tests.integration.trainer.tracking.rows import weights
 from tests.support.fleet import wait_for_lag
