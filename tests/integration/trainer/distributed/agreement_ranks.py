@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,7 +29,7 @@ from deltasync.trainer.distributed.sharding import OptimizerOptions, click_table
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.pipelines import LockstepBatches, OnlinePipeline, PipelineOptions
-from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
+from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
@@ -186,60 +185,35 @@ def closed_ones_leave_no_threads(service: str) -> None:
 
 
 def options_that_differ_are_named_on_all_ranks(service: str) -> None:
+    """Each class compares all of its options, but those that may differ."""
     model, rank = torch.nn.Linear(2, 1), dist.get_rank()
-    alike = {"service": service, "model": "clicks"}
-    # What is shown of the value on rank 0 and on rank 1, and the latter.
-    of_sync: dict[str, tuple[str, str, Any]] = {
-        "model": ("'clicks'", "'clocks'", "clocks"),
-        "publish_every": ("10", "5", 5),
-        "on_refusal": ("OnRefusal.CONTINUE", "OnRefusal.RAISE", OnRefusal.RAISE),
-        "dense": ("True", "False", False),
-        "fqns_to_skip": ("[]", "['bias']", ["bias"]),
-        "verify": ("False", "True", True),
-        "start_over": ("False", "True", True),
-    }
-    assert {field.name for field in fields(SyncOptions)} == {"service", *of_sync}
-    for name, (first, second, other) in of_sync.items():
-        chosen: Any = alike | ({name: other} if rank else {})
-        check_refused_on_all(
-            partial(DeltaSync, model, SyncOptions(**chosen)),
-            f"DeltaSync: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
-        )
-    of_tracker: dict[str, tuple[str, str, Any]] = {
-        "consumers": ("['default']", "['a', 'b']", ("a", "b")),
-        "mode": ("TrackingMode.ID_ONLY", "TrackingMode.EMBEDDING", TrackingMode.EMBEDDING),
-        "fqns_to_skip": ("[]", "['t0']", {"t0"}),
-        "id_maps": ("False", "True", True),
-        "verify": ("False", "True", True),
-    }
-    assert {field.name for field in fields(TrackerOptions)} == {"dense", "replicas", *of_tracker}
+    sync = SyncOptions(service=service, model="clicks", fqns_to_skip=["bias"] if rank else [])
+    assert vars(sync).keys() - sync.of_all_ranks.keys() == {"service"}
+    check_refused_on_all(
+        partial(DeltaSync, model, sync),
+        "DeltaSync: fqns_to_skip is [] on rank 0, ['bias'] on rank 1; all ranks need the same",
+    )
     tables = sharded({"bags": bags("t0")})
-    for name, (first, second, other) in of_tracker.items():
-        check_refused_on_all(
-            partial(Tracker, tables, TrackerOptions(**{name: other} if rank else {})),
-            f"Tracker: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
-        )
+    tracker = TrackerOptions(mode=TrackingMode.EMBEDDING if rank else TrackingMode.ID_ONLY)
+    assert vars(tracker).keys() - tracker.of_all_ranks.keys() == {"dense", "replicas"}
+    check_refused_on_all(
+        partial(Tracker, tables, tracker),
+        "Tracker: mode is TrackingMode.ID_ONLY on rank 0, TrackingMode.EMBEDDING on rank 1; "
+        "all ranks need the same",
+    )
     Tracker(tables, TrackerOptions(dense=rank == 0, replicas=rank == 0)).close()
-    of_pipeline: dict[str, tuple[str, str, Any]] = {
-        "grad_accum": ("1", "2", 2),
-        "accumulate_tables": ("False", "True", True),
-        "enable_amp": ("False", "True", True),
-        "amp_dtype": ("torch.bfloat16", "torch.float16", torch.float16),
-        "loss_scale": ("65536.0", "1.0", 1.0),
-        "dmp_collection_sync_interval_batches": ("1", "None", None),
-    }
     own: dict[str, Any] = {
         "not_ahead": ["bags"],
         "custom_model_fwd": tables.forward,
         "enqueue_batch_after_forward": True,
     }
-    assert {field.name for field in fields(PipelineOptions)} == {*own, *of_pipeline}
+    options = PipelineOptions(amp_dtype=torch.float16 if rank else torch.bfloat16)
+    assert vars(options).keys() - options.of_all_ranks.keys() == own.keys()
     pipeline = partial(OnlinePipeline, tables, torch.optim.SGD(tables.parameters()), torch.device("cpu"))
-    for name, (first, second, other) in of_pipeline.items():
-        check_refused_on_all(
-            partial(pipeline, PipelineOptions(**{name: other} if rank else {})),
-            f"OnlinePipeline: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
-        )
+    check_refused_on_all(
+        partial(pipeline, options),
+        "OnlinePipeline: amp_dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1; all ranks need the same",
+    )
     pipeline(PipelineOptions(**own if rank else {}))
 
 

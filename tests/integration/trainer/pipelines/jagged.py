@@ -73,21 +73,6 @@ def nested(examples: list[list[int]], dtype: torch.dtype = torch.int64) -> torch
     return torch.nested.nested_tensor([flat([one]).to(dtype) for one in examples], layout=torch.jagged)
 
 
-def nested_with_gaps(examples: list[list[int]]) -> torch.Tensor:
-    """Narrowed out of rows that are longer, at their beginning and end."""
-    starts = torch.tensor([1 + number % 2 for number in range(len(examples))])
-    padded = torch.zeros(len(examples), 7, dtype=torch.int64)
-    for number, one in enumerate(examples):
-        padded[number, starts[number] : starts[number] + len(one)] = flat([one])
-    return torch.nested.narrow(padded, 1, starts, lengths(examples), layout=torch.jagged)
-
-
-def nested_chunk(examples: list[list[int]]) -> torch.Tensor:
-    """The second half of a nested tensor."""
-    chunk: torch.Tensor = nested([[1, 2]] * len(examples) + examples).chunk(2)[1]
-    return chunk
-
-
 def by_lengths(examples: list[list[int]]) -> JaggedTensor:
     return JaggedTensor(values=flat(examples), lengths=lengths(examples))
 
@@ -98,10 +83,6 @@ def by_offsets(examples: list[list[int]]) -> JaggedTensor:
 
 def by_both(examples: list[list[int]]) -> JaggedTensor:
     return JaggedTensor(values=flat(examples), lengths=lengths(examples), offsets=offsets(examples))
-
-
-def narrow_integers(examples: list[list[int]]) -> JaggedTensor:
-    return JaggedTensor(values=flat(examples).int(), lengths=lengths(examples).int())
 
 
 def weighted(examples: list[list[int]]) -> JaggedTensor:

@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import leave
 
-from deltasync.base.errors import StorageFailed
-from deltasync.trainer.checkpoints import TrainerCheckpoints, checkpoints_in, write_checkpoint
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.trainer.checkpoints import (
+    TrainerCheckpoints,
+    checkpoints_in,
+    load_checkpoint,
+    state_of,
+    write_checkpoint,
+)
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
@@ -126,6 +132,24 @@ def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path) -> None:
     assert [each.name for each in checkpoints_in(folder)] == ["step-000000000003", "step-000000000004"]
 
 
+def an_interrupted_one_is_not_continued(folder: Path) -> None:
+    """Weights that are newer than the states of the ranks would be taken for published."""
+    training = Training(folder)
+    state, sync = state_of(training.model, training.optimizer), training.sync.state_dict()
+    write_checkpoint(folder, state, sync)
+    dist.barrier()
+    interrupted = mock.patch("deltasync.trainer.checkpoints.save", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        write_checkpoint(folder, state, sync)
+    dist.barrier()
+    for format_, why in ((1, "got rank none"), (2, "is of format 2, this version reads 1: update")):
+        (folder / "format").write_text(f"{format_}\n")
+        dist.barrier()
+        with pytest.raises(InvalidInput, match=why):
+            load_checkpoint(folder, training.model, training.optimizer, training.sync)
+        dist.barrier()
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     assert not Training(folder / "none").checkpoints.load()
@@ -133,6 +157,7 @@ def main(folder: Path) -> None:
     a_checkpoint_has_the_weights_of_its_step(folder / "step")
     one_that_cannot_be_written_leaves_the_one_before(folder / "failed")
     an_older_one_that_cannot_be_removed_does_no_harm(folder / "stuck")
+    an_interrupted_one_is_not_continued(folder / "interrupted")
     dist.barrier()
     dist.destroy_process_group()
     leave()

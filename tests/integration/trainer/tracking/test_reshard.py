@@ -14,14 +14,6 @@ BATCH = 32
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", str(BATCH)]
 
 
-@pytest.mark.nightly
-def test_a_trackers_state_fits_other_ranks_and_plans(tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("reshard_ranks.py"))
-    run_ranks(script, "save", str(tmp_path), "rows", "columns", "quarters", "whole", ranks=2)
-    run_ranks(script, "load", str(tmp_path), "rows", "quarters", ranks=1)
-    run_ranks(script, "load", str(tmp_path), "rows", "quarters", ranks=3)
-
-
 def train(service: ServiceProcess, folder: Path, steps: int, ranks: int) -> Tables:
     """Train up to a step; the trainer's tables after it."""
     folder.mkdir()

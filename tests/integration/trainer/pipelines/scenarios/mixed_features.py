@@ -1,7 +1,7 @@
 """KeyedJaggedTensors and TensorDicts on one module, in any order of first use; modules that refuse the latter."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -72,17 +72,6 @@ def _plain(make: Callable[[], nn.Module], count: int) -> Trained:
 def _train_same_in(forms: Sequence[Callable[[Ids], Any]], make: Callable[[], nn.Module]) -> None:
     given = [form(batch) for form, batch in zip(forms, ids(len(forms), *"fghxy"), strict=True)]
     check_trained(make, SHARDING, _plain(make, len(forms)), given)
-
-
-def _rotations() -> Iterator[list[Callable[[Ids], Any]]]:
-    for first in range(len(FORMS)):
-        yield FORMS[first:] + FORMS[:first]
-
-
-@SCENARIOS.scenario("mixed features", ranks=2, nightly=True)
-def bags_begin_with_any() -> None:
-    for forms in _rotations():
-        _train_same_in(forms, _bags)
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)

@@ -1,7 +1,6 @@
 """TensorDicts: trained on as the same ids are in KeyedJaggedTensors, whatever holds them and however they lie."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -95,32 +94,6 @@ def unsharded_modules() -> None:
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
-def a_tensordict_that_was_cut_out_of_a_larger_one_or_is_locked() -> None:
-    batches = list(ids(4))
-    larger = [{key: [[3, 3], *of_key] for key, of_key in batch.items()} for batch in batches]
-    cut = [as_tensordict(batch, batch_size=[5])[1:] for batch in larger]
-    locked = [as_tensordict(batch, value=by_lengths).lock_() for batch in batches]
-    for given in (cut, locked):
-        train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def values_that_lie_in_every_way() -> None:
-    ways: list[Callable[[list[list[int]]], Any]] = [
-        nested,
-        jagged.nested_with_gaps,
-        jagged.nested_chunk,
-        by_lengths,
-        jagged.by_offsets,
-        jagged.by_both,
-        jagged.narrow_integers,
-    ]
-    batches = list(ids(len(ways)))
-    given = [as_tensordict(batch, value=way) for batch, way in zip(batches, ways, strict=True)]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
 def batches_and_ranks_without_ids() -> None:
     nothing: Ids = {"f": [[], [], [], []], "g": [[], [], [], []]}
     rank = dist.get_rank()
@@ -160,21 +133,6 @@ def a_tensordict_within_the_batch() -> None:
         train_same(make, BOTH_RANKS, [{"sparse": as_kjt(batch)} for batch in batches], given)
 
 
-@SCENARIOS.scenario("tensordicts in batches", ranks=2)
-def other_ways_to_hold_and_to_get_one() -> None:
-    batches = list(ids(4))
-    keyed = [as_kjt(batch) for batch in batches]
-    tensordicts = [as_tensordict(batch) for batch in batches]
-    in_dicts = [{"sparse": one} for one in keyed]
-    ways: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
-        (itemgetter("sparse"), in_dicts, [TensorDict({"sparse": one, "dense": torch.ones(4)}) for one in keyed]),
-        (lambda batch: batch.get("sparse"), in_dicts, [TensorDict({"sparse": one}) for one in tensordicts]),
-        (attrgetter("sparse"), [*map(around, keyed)], [*map(around, tensordicts)]),
-    ]
-    for of, expected, given in ways:
-        train_same(partial(_bags, of), BOTH_RANKS, expected, given)
-
-
 class Next(nn.Module):
     """Preprocessing: the id after each, in a TensorDict or KeyedJaggedTensor like that which is given."""
 
@@ -200,15 +158,6 @@ def a_tensordict_that_preprocessing_makes() -> None:
     train_same(
         lambda: Preprocessed(bags=bags("f", "g")), BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches)
     )
-
-
-@SCENARIOS.scenario("tensordicts in batches", ranks=2)
-def a_tensordict_that_forward_makes() -> None:
-    """It can't be traced, and so is not sent out ahead."""
-    batches = list(ids(5))
-    make = partial(_bags, lambda batch: TensorDict({"f": batch["a"], "g": batch["b"]}))
-    given = [TensorDict({"a": nested(batch["f"]), "b": nested(batch["g"])}) for batch in batches]
-    train_same(make, BOTH_RANKS, map(as_kjt, batches), given, plain_model=_bags, ahead=False)
 
 
 @SCENARIOS.scenario("tensordicts in batches", ranks=2)
@@ -269,20 +218,6 @@ def weighted_bags_of_every_sharding_type() -> None:
     orders = ("trcd", "dcrt", "rtdc", "trcd", "ctdr")
     given = [as_tensordict(batch, keys, weighted) for batch, keys in zip(batches, orders, strict=True)]
     train_same(lambda: Lookups(bags=weighted_bags(*EVERY_SHARDING)), EVERY_SHARDING, expected, given)
-
-
-@SCENARIOS.scenario("tensordicts with weights", ranks=2)
-def mixed_with_keyed_jagged_tensors() -> None:
-    batches = list(ids(6, "f", "g", "x"))
-    forms = [
-        lambda batch: as_tensordict(batch, "gf", weighted),
-        lambda batch: as_kjt(batch, "xgf", weights=True),
-        lambda batch: as_tensordict(batch, "fxg", weighted),
-    ]
-    for make in (_weighted, _weighted_unsharded):
-        for first in range(len(forms)):
-            given = [forms[(first + number) % len(forms)](batch) for number, batch in enumerate(batches)]
-            train_same(make, BOTH_RANKS, [as_kjt(batch, "fg", weights=True) for batch in batches], given)
 
 
 # Those that cannot be right: which these are is shown by tests/unit/trainer/pipelines/test_tensordict_to_kjt.py.
