@@ -48,8 +48,9 @@ class TrainerCheckpoints:
         model: nn.Module,
         optimizer: CombinedOptimizer,
         sync: DeltaSync,
-        write: "Callable[..., None] | None" = None,
+        write: Callable[..., None] | None = None,
     ) -> None:
+        """Prepare; `write` replaces `write_checkpoint`."""
         self._write_files = write or write_checkpoint
         self._folder, self._every, self._steps = folder, every, 0
         self._model, self._optimizer, self._sync = model, optimizer, sync

@@ -1,4 +1,4 @@
-"""This rank's training run in the service: its publisher, its current cut, and the versions that it has published.
+"""This rank's training run in the service: its publisher, and the versions that it has published.
 
 For the training thread.
 """
@@ -6,23 +6,20 @@ For the training thread.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from deltasync.base.errors import DeltasyncError, InvalidInput
-from deltasync.client import Part, Position, Publisher, PublisherOptions
+from deltasync.base.errors import InvalidInput
+from deltasync.client import Position, Publisher, PublisherOptions
 from deltasync.core.position import later_run_id
 from deltasync.core.seal import newest_event_time
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.sync_options import SyncOptions
-from deltasync.trainer.tracking.delta import Delta
 from deltasync.trainer.tracking.tracker import Tracker
 from deltasync.trainer.tracking.tracker_state import PUBLISHED
 
@@ -105,55 +102,6 @@ class TrainingRun:
             self.publisher.abort()
             self._earlier_connections += self.publisher.connection.connections
         self.publisher = None
-
-
-class CutUnderWay:
-    """This rank's part of a cut."""
-
-    def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
-        """Publish a delta, read at `Tracker.changes`. While it comes from a GPU, a thread waits for its rows."""
-        self.delta, self.part, self.changes = delta, part, changes  # The part has no rows until they arrive.
-        self._publisher = publisher
-        self._started = self._ended = 0.0
-        self._arrival: Future[Future[Position]] | None = None
-        self._sealed: Future[Position] | None = None
-        if delta.arrived:
-            self._sealed = self._publish()
-        else:
-            arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")
-            self._arrival = arrivals.submit(self._publish)
-            arrivals.shutdown(wait=False)
-
-    def note_arrival(self, *, wait: bool = False) -> DeltasyncError | None:
-        """Check whether the publisher has the rows, or wait until it has. Returns the error if it refused them."""
-        if self._arrival and (wait or self._arrival.done()):
-            arrival, self._arrival = self._arrival, None
-            try:
-                self._sealed = arrival.result()
-            except DeltasyncError as error:
-                return error
-        return None
-
-    def answer(self, seconds: float = 0) -> "Future[Position] | None":
-        """The service's answer: the position of the sealed cut, or an error. None if it takes more `seconds`."""
-        if self._sealed and seconds:
-            wait_for([self._sealed], seconds)
-        return self._sealed if self._sealed and self._sealed.done() else None
-
-    @property
-    def seconds(self) -> float:
-        """Time from the rows in host memory to the service's answer, or until now if it has not answered."""
-        return (self._ended or time.perf_counter()) - self._started
-
-    def _publish(self) -> "Future[Position]":
-        self.part = replace(self.part, rows=self.delta.result.rows, made_unix_ns=time.time_ns())
-        self._started = time.perf_counter()
-        sealed = self._publisher.publish(self.part)
-        sealed.add_done_callback(self._note_end)
-        return sealed
-
-    def _note_end(self, _sealed: object) -> None:
-        self._ended = time.perf_counter()
 
 
 class StallDetector:

@@ -10,7 +10,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +24,15 @@ from deltasync.base.errors import DeltasyncError, NotFound, ResyncRequired, RunR
 from deltasync.base.events import error_text
 from deltasync.base.waiting import backoff
 from deltasync.base.words import are
-from deltasync.client import Connection, Part, Position
+from deltasync.client import Connection, Part, Position, Publisher
 from deltasync.client.connection import ForkGuard
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.seal import check_event_time, newest_event_time
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
 from deltasync.trainer.distributed.ranks import all_ranks, begun_together, this_rank
-from deltasync.trainer.run import CONSUMER, CutUnderWay, StallDetector, SyncState, TrainingRun, check_states
+from deltasync.trainer.run import CONSUMER, StallDetector, SyncState, TrainingRun, check_states
 from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
+from deltasync.trainer.tracking.delta import Delta
 from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
 from deltasync.trainer.tracking.modules import wrongly_divided
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
@@ -451,6 +455,55 @@ class DeltaSync:
                 "the service lacks cuts after version %d, or its answers were lost: the changes are sent again",
                 lowest.number,
             )
+
+
+class CutUnderWay:
+    """This rank's part of a cut."""
+
+    def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
+        """Publish a delta, read at `Tracker.changes`. While it comes from a GPU, a thread waits for its rows."""
+        self.delta, self.part, self.changes = delta, part, changes  # The part has no rows until they arrive.
+        self._publisher = publisher
+        self._started = self._ended = 0.0
+        self._arrival: Future[Future[Position]] | None = None
+        self._sealed: Future[Position] | None = None
+        if delta.arrived:
+            self._sealed = self._publish()
+        else:
+            arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")
+            self._arrival = arrivals.submit(self._publish)
+            arrivals.shutdown(wait=False)
+
+    def note_arrival(self, *, wait: bool = False) -> DeltasyncError | None:
+        """Check whether the publisher has the rows, or wait until it has. Returns the error if it refused them."""
+        if self._arrival and (wait or self._arrival.done()):
+            arrival, self._arrival = self._arrival, None
+            try:
+                self._sealed = arrival.result()
+            except DeltasyncError as error:
+                return error
+        return None
+
+    def answer(self, seconds: float = 0) -> "Future[Position] | None":
+        """The service's answer: the position of the sealed cut, or an error. None if it takes more `seconds`."""
+        if self._sealed and seconds:
+            wait_for([self._sealed], seconds)
+        return self._sealed if self._sealed and self._sealed.done() else None
+
+    @property
+    def seconds(self) -> float:
+        """Time from the rows in host memory to the service's answer, or until now if it has not answered."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    def _publish(self) -> "Future[Position]":
+        self.part = replace(self.part, rows=self.delta.result.rows, made_unix_ns=time.time_ns())
+        self._started = time.perf_counter()
+        sealed = self._publisher.publish(self.part)
+        sealed.add_done_callback(self._note_end)
+        return sealed
+
+    def _note_end(self, _sealed: object) -> None:
+        self._ended = time.perf_counter()
 
 
 # A refusal rarely goes away without a change, and each attempt sends all changed rows.

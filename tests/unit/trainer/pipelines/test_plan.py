@@ -167,13 +167,6 @@ def test_lookups_and_accesses_may_take_a_constant_that_no_trace_holds() -> None:
         assert plan.reasons["sharded"].startswith(reason)
 
 
-def test_one_sharded_module_is_done_ahead_and_another_is_not() -> None:
-    plan = plan_of(lambda m, b: (m.more(m.words(b.one)), m.sharded(b.other + "!")), more=Sharded())
-    assert list(plan.lookups) == ["more"]
-    assert list(plan.preprocessing) == ["words"]
-    assert list(plan.reasons) == ["sharded"]
-
-
 @pytest.mark.parametrize("name", ["words", "sharded"])
 def test_what_is_given_up_is_not_done_ahead(name: str) -> None:
     plan = plan_of(lambda m, b: m.sharded(m.words(b.one)), {name: "because"})

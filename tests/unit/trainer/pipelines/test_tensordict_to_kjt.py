@@ -227,10 +227,3 @@ def test_values_of_a_keyed_jagged_tensor() -> None:
     for of_key in (kjt.to_dict(), {key: kjt[key] for key in kjt.keys()}):  # noqa: SIM118
         again = to_kjt(TensorDict(of_key), ["b", "a"])
         assert {key: listed(again[key]) for key in "ab"} == {"a": [[0, 1], [2]], "b": [[], [3, 4, 5]]}
-
-
-def test_the_tensordict_stays_as_it_is() -> None:
-    tensordict = TensorDict({"a": RIGHT, "b": narrowed([[1, 2], [3]], torch.int64)}).lock_()
-    before = list(tensordict.keys())
-    to_kjt(tensordict, ["b", "a"])
-    assert (list(tensordict.keys()), tensordict.is_locked) == (before, True)

@@ -117,17 +117,6 @@ def test_the_same_is_found_in_any_order_of_keys_with_others_beside_them(make: Ca
     assert torch.equal(found(module(features=tensordict("g", "f", text="text"))), expected)
 
 
-def test_gradients_are_the_same(module: nn.Module) -> None:
-    other = copy.deepcopy(module)
-    torch.autograd.backward(found(module(kjt("f", "g"))).square().sum())
-    accept_tensordicts(other)
-    torch.autograd.backward(found(other(tensordict("g", "f"))).square().sum())
-    for one, another in zip(module.parameters(), other.parameters(), strict=True):
-        assert one.grad is not None
-        assert one.grad.count_nonzero()
-        assert torch.equal(one.grad, another.grad)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("make", [bags, fused_bags])
 def test_weights_of_ids(make: Callable[..., nn.Module]) -> None:
     weighting = make(weighted=True)
@@ -159,13 +148,6 @@ def test_accepting_twice_is_accepting_once(module: nn.Module) -> None:
     accept_tensordicts(module)
     accept_tensordicts(nn.Sequential(module))
     assert len(module._forward_pre_hooks) == 1
-
-
-def test_the_state_dict_stays_as_it_is(module: nn.Module) -> None:
-    before = list(module.state_dict())
-    accept_tensordicts(module)
-    assert list(module.state_dict()) == before
-    module.load_state_dict(module.state_dict())
 
 
 def _pickled(module: nn.Module) -> nn.Module:

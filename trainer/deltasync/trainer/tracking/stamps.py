@@ -161,6 +161,15 @@ class RowStamps:
         """Ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
         return self._stamps[table].later(cursor)
 
+    def due(self, table: int, cursor: int) -> torch.Tensor:
+        """Like `later`, without the free rows of a map for a consumer without rows: they are zero by default."""
+        ids = self._stamps[table].later(cursor)
+        if not self._tables[table].table.of or cursor != NOTHING:
+            return ids
+        in_use = self._tables[table].shards[0].weight.any(dim=1)  # Does not copy the rows.
+        in_use[-1] = True  # A table without any rows would count as unpublished.
+        return ids[in_use[ids]]
+
     def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
         """Ids, ascending, of the rows deleted after `cursor`: int64 [n].
 

@@ -1,13 +1,4 @@
-"""Tracks which rows of this rank have changed, separately for each consumer.
-
-tracker = Tracker(model, TrackerOptions(consumers=["publisher"], mode=TrackingMode.EMBEDDING))
-for ...:
-    pipeline.progress(batches)
-    tracker.step()
-delta = tracker.get_delta("publisher")
-...  # send delta.rows
-tracker.acknowledge(delta)
-"""
+"""Tracks which rows of this rank have changed, separately for each consumer; see README.md for an example."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -33,7 +24,7 @@ from deltasync.trainer.tracking.delta import (
     to_host,
 )
 from deltasync.trainer.tracking.row_marking import RowMarking, TrackerCost
-from deltasync.trainer.tracking.shards import TrackedTable, flush_caches, follow_replaced
+from deltasync.trainer.tracking.shards import flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import CLOCK_END, NOTHING, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 from deltasync.trainer.tracking.tracked_model import (
@@ -409,7 +400,7 @@ class Tracker:
                 gathered = list[Gathered]()
                 for number, table in enumerate(self.tables):
                     if bounds is None:
-                        ids = _due(self._stamps, number, table, cursor)
+                        ids = self._stamps.due(number, cursor.cursor)
                     else:
                         of_table = self._stamps.of(number)
                         ids, counts[table.name] = due_ids(of_table, cursor.cursor, bounds[number])
@@ -439,14 +430,3 @@ class Tracker:
                 global_ids = ids.cpu().numpy() + table.row_offset
                 deletes += [RowBatch.deletes(tracked.shard, global_ids) for tracked in table.shards]
         return deletes
-
-
-def _due(stamps: RowStamps, number: int, table: TrackedTable, cursor: ConsumerCursor) -> torch.Tensor:
-    """Local ids, ascending, of the changed rows that are due to a consumer."""
-    ids = stamps.later(number, cursor.cursor)
-    if not table.table.of or cursor.cursor != NOTHING:
-        return ids
-    # A new consumer needs no free rows of a map, which are zero by default.
-    in_use = table.shards[0].weight.any(dim=1)  # Does not copy the rows.
-    in_use[-1] = True  # A table without any rows would count as unpublished.
-    return ids[in_use[ids]]

@@ -30,7 +30,8 @@ class UpdateGate:
     def __enter__(self) -> None:
         """Exclude other threads. On a GPU, work launched from now on runs after the last read."""
         self._lock.acquire()
-        self.hold_changes()
+        if self._streams:
+            self._streams.after_reads()
 
     def __exit__(self, *_: object) -> None:
         if self._streams:

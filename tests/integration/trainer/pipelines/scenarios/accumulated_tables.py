@@ -35,7 +35,7 @@ from tests.integration.trainer.tracking.models import build
 from tests.integration.trainer.tracking.rows import weights
 from torch import fx, nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -115,14 +115,6 @@ def gradients_that_are_clipped_are_those_of_the_step() -> None:
         return training
 
     check_as_larger(build, micro_batches(8), steps_of=2)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def rows_of_float16() -> None:
-    tables = [bag(name, dim=WIDE, data_type=DataType.FP16) for name in "fg"]
-    build = partial(_bags_of, {"f": BY_ROWS, "g": SECOND}, *tables)
-    # One step, which rounds once: each rounds a sum in another order, maybe to the neighbouring number.
-    check_as_larger(build, micro_batches(4), steps_of=4, tolerance=2**-11)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)

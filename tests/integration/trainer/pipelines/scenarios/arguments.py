@@ -56,21 +56,6 @@ def another_forward_than_the_model_s() -> None:
 
 
 @scenario
-def another_forward_that_calls_the_model_with_something_else() -> None:
-    class Wrapped(Predicts):
-        def forward(self, batch: Any) -> Any:
-            return super().forward(batch["batch"])
-
-    plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Wrapped(), BOTH_RANKS)
-    fwd = Squared(pipelined.model, lambda batch: {"batch": batch})
-    with told() as reasons:
-        outputs = pipelined.pipelined(batches(5), custom_model_fwd=fwd)
-    assert outputs == plain.plainly(batches(5))
-    check_same(pipelined.held(), plain.held())
-    assert "its features can't be made ahead" in reasons["bags"]
-
-
-@scenario
 def a_batch_is_taken_after_forward() -> None:
     class Notes(Regression):
         """How many batches were taken when its forward runs."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same
-from tests.integration.trainer.pipelines.prepared import Does, Prepared, Rich, Shift, rich, shifted
+from tests.integration.trainer.pipelines.prepared import Does, Prepared, Shift, rich, shifted
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import (
     BOTH_RANKS,
@@ -197,22 +197,6 @@ def a_module_that_writes_to_its_input_on_one_rank() -> None:
             ("bags", "more"),
         ),
         refused={"does": REASONS, "bags": REASONS, "more": "its argument 0|on another rank"},
-    )
-
-
-@unequal
-def a_batch_that_is_written_to_on_one_rank() -> None:
-    def written(batch: Rich) -> None:
-        if dist.get_rank() == 1 and batch.number == 0:
-            batch.sparse.values().add_(1).remainder_(ROWS)
-
-    def prepare(model: Any, batch: Any) -> Any:
-        model.does(batch)
-        return [batch.sparse, model.shift(batch.sparse, 1)]
-
-    check_like_plain(
-        Prepared(prepare, {"does": lambda: Does(written), "shift": Shift}, ("bags", "more")),
-        refused={"bags": "its argument 0.|on another rank", "more": "its argument 0|on another rank"},
     )
 
 
