@@ -26,11 +26,8 @@ _LOUD = {"uvicorn.error": logging.ERROR}
 def log_to_stderr(form: str = "", levels: str = "") -> None:
     """Log our messages from level INFO, warnings of other packages, and only failures of gRPC and uvicorn.
 
-    Call it before gRPC is used.
-
-    Args:
-        form: a `LogFormat`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
-        levels: see `set_levels`; empty = DELTASYNC_LOG_LEVEL.
+    Call it before gRPC is used. Without a `LogFormat` and levels (see `set_levels`), DELTASYNC_LOG_FORMAT and
+    DELTASYNC_LOG_LEVEL count.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, level in _LOUD.items():
