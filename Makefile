@@ -59,12 +59,20 @@ build/torchrec-next: deploy/locks/torchrec-next.lock | $(STAMP)
 	rm -rf $@ && $(PIP) $(INSTALL) --target $@ -r $<
 	touch $@
 
+# mypy takes one core. Meanwhile the other one compiles the tests and kernels, which each worker would do otherwise.
 check: install  ## lint, format, types, layers
+	@$(MAKE) --no-print-directory --output-sync -j2 types lint compiled
+
+.PHONY: types lint compiled
+types:
+	$(BIN)/mypy
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+compiled:
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq >/dev/null || $(BIN)/python -m pytest --collect-only -q
 
 bench: install  ## print the benchmarks
 	@set -e; for name in $$($(BIN)/python -m tests.bench --list); do $(BIN)/python -m tests.bench $$name $(ARGS); done

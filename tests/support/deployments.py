@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,3 +190,11 @@ def _settings_here(folder: Path, places: Mapping[str, Path], ports: Sequence[int
             text = text.replace(f"localhost:{there}", f"localhost:{here}")
         path.write_text(moved(text, {**places, CONFIGURATION: folder}))
     return folder
+
+
+def check_schema(documents: Iterable[Any]) -> None:
+    """Check Kubernetes documents against the schema of the newest version."""
+    import kubernetes_validate  # It takes seconds, which each worker would spend to collect a file.
+
+    for each in documents:
+        kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)

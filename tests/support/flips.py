@@ -135,4 +135,4 @@ async def _of(feed: Feed, after: int) -> Any:
 
 
 def _line(event: Event) -> str:
-    return f"{event.kind.value} {event.text} {event.error or ''}"
+    return f"{event.kind.label} {event.text} {event.error or ''}"

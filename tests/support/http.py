@@ -5,6 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from typing import Any
+from unittest.mock import Mock
 
 _DEADLINE_SECONDS = 30.0
 
@@ -40,3 +41,14 @@ class HttpStatus:
         status, body = self.get(path)
         assert status == 200, body
         return json.loads(body)
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of each route of a service."""
+    from starlette.routing import Route
+
+    from deltasync.api.application import create_app
+
+    app = create_app(Mock(), Mock(), Mock())  # Its routes are not called.
+    documented = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
+    return documented | {("GET", each.path) for each in app.routes if type(each) is Route}

@@ -182,7 +182,7 @@ def _value(default: Any) -> str:
 
 def events() -> str:
     """The page of the events."""
-    rows = [(f"`{each.value}`", logging.getLevelName(each.level), each.meaning) for each in EventKind]
+    rows = [(f"`{each.label}`", logging.getLevelName(each.level), each.meaning) for each in EventKind]
     return "# Events\n\nEach is a line of the service's log and a count in `deltasync_events_total`.\n\n" + _table(
         ("event", "level", "when"), rows
     )

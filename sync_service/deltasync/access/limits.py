@@ -86,12 +86,7 @@ class LimitOptions:
 
 
 class Limits:
-    """The limits and the current use of each. For the event loop.
-
-    Attributes:
-        options: the limits. A reload replaces them, but takes nothing from a peer that is over a new one.
-        refused: number of refusals since the start, by limit.
-    """
+    """The limits, the current use of each, and the refusals since the start. For the event loop."""
 
     def __init__(self, options: LimitOptions | None = None) -> None:
         self.options = options or LimitOptions()
@@ -120,7 +115,7 @@ class Limits:
         return copy
 
     def take(self, options: LimitOptions) -> str:
-        """Switch to other limits, except fixed ones; return the changes in words."""
+        """Switch to other limits, except fixed ones; return the changes in words. Peers lose nothing by it."""
         before, after = vars(self.options), vars(options)
         now, later = changed(self.options, options)
         self.options = replace(self.options, **{name: after[name] for name in now})
@@ -173,12 +168,7 @@ class TokenBucket:
         return cls(float(rate), now)
 
     def take(self, rate: int, now: float) -> "TokenBucket | None":
-        """The bucket after taking one token; None if it has none.
-
-        Args:
-            rate: new tokens per second, and the capacity.
-            now: the current time of the clock.
-        """
+        """The bucket after taking one token; None if it has none. `rate` per second is also the capacity."""
         tokens = min(float(rate), self.tokens + (now - self.seconds) * rate)
         return TokenBucket(tokens - 1, now) if tokens >= 1 else None
 
@@ -194,12 +184,7 @@ _MOST_REMEMBERED = 1_000
 
 
 class StreamLimits:
-    """The open streams by peer. For the event loop.
-
-    Args:
-        limits: the limits on streams.
-        now: a monotonic clock in seconds.
-    """
+    """The open streams by peer. For the event loop."""
 
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +21,9 @@ from deltasync.base.words import counted
 
 @dataclass(frozen=True)
 class Need:
-    """The role that a call or route requires.
+    """The role that a call or route requires; None = open to anyone.
 
-    Attributes:
-        role: the role; None = open to anyone.
-        of: the field of the first message that names the model or consumer for the role; empty without one.
+    `of` is the field of the first message that names the model or consumer for the role; empty without one.
     """
 
     role: Role | None
@@ -40,7 +39,7 @@ class Need:
         return str(getattr(message, last)) if last else None
 
 
-_ANYONE, _READ, _ADMIN = Need(None), Need(Role.READ), Need(Role.ADMIN)
+_ANYONE, _READ, _ADMIN, _OBJECT = Need(None), Need(Role.READ), Need(Role.ADMIN), Need(Role.SUBSCRIBE)
 
 
 CALLS: Mapping[str, Need] = {
@@ -53,55 +52,10 @@ CALLS: Mapping[str, Need] = {
 }
 
 
-ROUTES: Mapping[tuple[str, str], Need] = {
-    ("GET", "/livez"): _ANYONE,
-    ("GET", "/readyz"): _ANYONE,
-    ("GET", "/"): _ANYONE,
-    ("GET", "/page/{name}"): _ANYONE,
-    ("GET", "/openapi.json"): _ANYONE,
-    ("GET", "/consumers"): _READ,
-    ("GET", "/consumers/{name}"): _READ,
-    ("GET", "/consumers/{name}/lag"): _READ,
-    ("GET", "/consumers/{name}/lag/history"): _READ,
-    ("GET", "/consumers/{name}/history"): _READ,
-    ("GET", "/status"): _READ,
-    ("GET", "/version"): _READ,
-    ("GET", "/versions"): _READ,
-    ("GET", "/trainers"): _READ,
-    ("GET", "/events"): _READ,
-    ("GET", "/log-levels"): _READ,
-    ("GET", "/models"): _READ,
-    ("GET", "/models/{name}/versions"): _READ,
-    ("GET", "/processes"): _READ,
-    ("GET", "/tables"): _READ,
-    ("GET", "/tables/{name:path}"): _READ,
-    ("GET", "/deletes"): _READ,
-    ("GET", "/metrics"): _READ,
-    ("POST", "/consumers"): _ADMIN,
-    ("PUT", "/consumers/{name}"): _ADMIN,
-    ("PUT", "/consumers/{name}/policy"): _ADMIN,
-    ("DELETE", "/consumers/{name}"): _ADMIN,
-    ("PUT", "/consumers/{name}/pause"): _ADMIN,
-    ("PUT", "/consumers/{name}/version"): _ADMIN,
-    ("POST", "/consumers/{name}/object"): Need(Role.SUBSCRIBE),  # The route checks it for the name.
-    ("DELETE", "/consumers/{name}/object"): _ADMIN,
-    ("DELETE", "/consumers/{name}/pause"): _ADMIN,
-    ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
-    ("POST", "/consumers/{name}/replicas/{replica}/verify"): _ADMIN,
-    ("POST", "/models/{name}/checkpoint"): _ADMIN,
-    ("POST", "/models/{name}/give-up"): _ADMIN,
-    ("POST", "/models/{name}/move"): _ADMIN,
-    ("POST", "/models/{name}/versions"): _ADMIN,
-    ("POST", "/models/{name}/rollback"): _ADMIN,
-    ("DELETE", "/models/{name}/versions/{version}"): _ADMIN,
-    ("DELETE", "/models/{name}"): _ADMIN,
-    ("DELETE", "/models/{name}/tables/{table:path}"): _ADMIN,
-    ("POST", "/deletes"): _ADMIN,
-    ("PUT", "/log-levels"): _ADMIN,
-    ("POST", "/fsck"): _ADMIN,
-    ("POST", "/backup"): _ADMIN,
-    ("POST", "/drain"): _ADMIN,
-}
+# Routes that are open to anyone.
+_PUBLIC = re.compile(r"/|/livez|/readyz|/page/[^/\n]+|/openapi\.json")
+# The route checks the role for the name.
+_OBJECTION = re.compile(r"/consumers/[^/]+/object")
 
 
 def need_of_call(method: str) -> Need:
@@ -111,23 +65,10 @@ def need_of_call(method: str) -> Need:
 
 def need_of_request(method: str, path: str) -> Need:
     """The requirement of an HTTP request, by its encoded path."""
-    # Browsers and probes send these methods to GET routes.
-    method = "GET" if method in ("HEAD", "OPTIONS") else method
-    parts = path.split("/")
-    return next((need for (kind, route), need in ROUTES.items() if kind == method and _fits(parts, route)), _ADMIN)
-
-
-def _fits(parts: list[str], route: str) -> bool:
-    """Whether a path matches a route.
-
-    A name in braces matches any part that is not empty. A final `{name:path}` also matches several parts.
-    """
-    names = route.split("/")
-    if names[-1].endswith(":path}") and len(parts) > len(names):
-        parts = [*parts[: len(names) - 1], "/".join(parts[len(names) - 1 :])]
-    return len(parts) == len(names) and all(
-        bool(part) if name.startswith("{") else part == name for part, name in zip(parts, names, strict=True)
-    )
+    # Browsers and probes send HEAD and OPTIONS to GET routes.
+    if method in ("GET", "HEAD", "OPTIONS"):
+        return _ANYONE if _PUBLIC.fullmatch(path) else _READ
+    return _OBJECT if method == "POST" and _OBJECTION.fullmatch(path) else _ADMIN
 
 
 # Without a roles file, everyone has all roles except admin.
@@ -143,13 +84,8 @@ _LONGEST_NAME = 128
 
 @dataclass(frozen=True)
 class Credentials:
-    """The credentials of a caller.
-
-    Attributes:
-        digest: digest of the token; empty without one.
-        certificate_names: names in the certificate; empty without one.
-        address: network address of the caller.
-        says: the caller's own name for itself, unverified.
+    """The credentials of a caller: the digest of its token, the names in its certificate, its network address, and
+    what it says its name is.
     """
 
     digest: bytes = b""
@@ -180,11 +116,6 @@ class OpenCall:
 class Access:
     """Identifies callers and tracks running calls. For the event loop.
 
-    Args:
-        admin_token: a token with role admin besides the roles; None or empty = no such token.
-        roles: the roles file; None = everyone has all roles except admin.
-        audit: the audit log.
-
     Attributes:
         roles: the current roles, without the admin token.
         exposure: a warning if other machines can reach a service without access control; otherwise empty.
@@ -192,6 +123,7 @@ class Access:
     """
 
     def __init__(self, admin_token: str | None, roles: Roles | None, audit: Audit) -> None:
+        """Without roles, everyone has all roles except admin. The admin token needs no roles file."""
         digest = token_digest(admin_token) if admin_token else None
         self._admin = (TokenRoles("admin token", digest, (Grant(Role.ADMIN),)),) if digest else ()
         self._anyone = _WITHOUT_ROLES if roles is None else ()
@@ -281,11 +213,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolesFile:
-    """The roles file, reloaded when it changes. For the event loop.
-
-    Attributes:
-        roles: its newest valid content.
-    """
+    """The roles file, reloaded when it changes; `roles` is its newest valid content. For the event loop."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -79,13 +79,7 @@ def grants(texts: Iterable[str]) -> tuple[Grant, ...]:
 
 @dataclass(frozen=True)
 class Identity:
-    """The verified identity of a caller.
-
-    Attributes:
-        name: name of the token or certificate; empty without one.
-        grants: the caller's grants.
-        address: network address of the caller.
-    """
+    """The verified identity of a caller: the name of its token or certificate, its grants, its network address."""
 
     name: str = ""
     grants: tuple[Grant, ...] = ()
@@ -106,15 +100,9 @@ class Identity:
 
 @dataclass
 class Call:
-    """A running gRPC call or HTTP request.
+    """A running gRPC call (`Publish`) or HTTP request (`DELETE /models/clicks`), and the role that it requires.
 
-    Attributes:
-        name: such as `Publish` for gRPC, `DELETE /models/clicks` for HTTP.
-        identity: the caller.
-        says: the caller's own name for itself in `deltasync-by`, unverified.
-        role: the required role; None = none.
-        changes: the changes it made, in words.
-        error: the error that ended it; None after success.
+    `says` is the caller's own name for itself, unverified. `changes` has the changes that it made, in words.
     """
 
     name: str = ""
@@ -171,12 +159,7 @@ class TokenRoles:
 
 @dataclass(frozen=True)
 class Roles:
-    """The content of a roles file.
-
-    Attributes:
-        tokens: the tokens with their grants.
-        certificates: the grants of certificates, by a name in the certificate.
-    """
+    """The content of a roles file: tokens, and the grants of certificates by a name in the certificate."""
 
     tokens: tuple[TokenRoles, ...] = ()
     certificates: Mapping[str, tuple[Grant, ...]] = field(default_factory=dict)

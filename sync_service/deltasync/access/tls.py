@@ -37,13 +37,6 @@ class TlsOptions:
         """All files."""
         return [path for path in (self.cert, self.key, self.client_ca) if path]
 
-    @property
-    def exposure(self) -> str:
-        """A warning if all users of this machine can read the key; otherwise empty."""
-        if readable_by_all(self.key):
-            return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
-        return ""
-
 
 # The service closes a connection whose handshake takes longer.
 HANDSHAKE_SECONDS = 10.0
@@ -53,15 +46,10 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Certificates:
-    """The certificates at one moment.
+    """The certificates at one moment, and what gRPC and HTTP need of them.
 
-    Attributes:
-        contents: content of each file.
-        http: the TLS context for HTTP.
-        grpc: the TLS configuration for gRPC.
-        validity: first and last moment at which all certificates of a file are valid, seconds since 1970, by the
-            option that names the file.
-        exposure: a warning if all users of this machine can read the key; otherwise empty.
+    `validity` has the first and last second since 1970 at which all certificates of a file are valid, by option.
+    `exposure` warns if all users of this machine can read the key.
     """
 
     contents: Mapping[Path, bytes]
@@ -94,20 +82,17 @@ class Certificates:
         if options.client_ca and clients is not None:
             validity["tls_client_ca"] = _validity(options.client_ca, clients)
         pair = contents[options.key], contents[options.cert]
+        exposed = f"{options.key} can be read by every user of this machine: chmod o-rwx {options.key}"
         return cls(
             contents,
             _http_context(options, clients),
             grpc.ssl_server_certificate_configuration([pair], clients),
             validity,
-            options.exposure,
+            exposed if readable_by_all(options.key) else "",
         )
 
     def doubts(self, now: float) -> list[str]:
-        """The reasons why peers refuse a certificate, in words.
-
-        Args:
-            now: seconds since 1970.
-        """
+        """The reasons why peers refuse a certificate, in words; `now` is in seconds since 1970."""
         doubts = []
         for name, (begins, ends) in self.validity.items():
             if not begins <= now <= ends:
@@ -117,11 +102,7 @@ class Certificates:
 
 
 class CertificateFiles:
-    """The newest valid certificates in the files. For the event loop, except the callbacks of TLS.
-
-    Attributes:
-        newest: the newest valid certificates.
-    """
+    """The `newest` valid certificates in the files. For the event loop, except the callbacks of TLS."""
 
     def __init__(self, options: TlsOptions, look_seconds: float) -> None:
         """Read the files, and look for changes this often."""
@@ -144,9 +125,7 @@ class CertificateFiles:
     async def follow(self, events: Events, expiries: dict[str, float]) -> None:
         """Reload the files whenever they change, until cancelled. Invalid files change nothing.
 
-        Args:
-            events: gets an event for each reload, refusal and warning.
-            expiries: updated with the expiry of each file, seconds since 1970, by the option that names it.
+        `expiries` gets the expiry of each file, in seconds since 1970, by the option that names it.
         """
         self._report(events, expiries)
         while True:
@@ -241,15 +220,7 @@ _KINDS = ("DNS", "URI", "email")
 
 
 def names_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names in a certificate verified by a TLS handshake.
-
-    Args:
-        certificate: as `ssl.SSLObject.getpeercert` returns it; None or empty without one.
-
-    Returns:
-        The DNS, URI and e-mail subject alternative names in the order of the certificate, then the common name;
-        empty without a certificate.
-    """
+    """The names in a certificate, as `ssl.SSLObject.getpeercert` returns it: the common name comes last."""
     if not certificate:
         return ()
     alternative = [name for kind, name in certificate.get("subjectAltName", ()) if kind in _KINDS]
@@ -258,11 +229,7 @@ def names_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ..
 
 
 def names_of_auth_context(context: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
-    """The names in the verified certificate of a gRPC call.
-
-    Args:
-        context: `grpc.aio.ServicerContext.auth_context()`; empty without TLS.
-    """
+    """The names in the verified certificate of a gRPC call, from its `auth_context()`."""
     addresses = set(context.get("x509_ip", ()))
     keys = ("x509_subject_alternative_name", "x509_common_name")
     names = [name for key in keys for name in context.get(key, ()) if name not in addresses]

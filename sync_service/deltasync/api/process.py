@@ -33,6 +33,7 @@ from deltasync.api.subscribe import StreamCollaborators, SubscribeServicer
 from deltasync.base.addresses import may_listen, with_port
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
+from deltasync.base.logs import Progress
 from deltasync.base.process import (
     built_commit,
     keep_freed_memory,
@@ -41,7 +42,6 @@ from deltasync.base.process import (
     spare_imports,
     write_no_core,
 )
-from deltasync.base.progress import Progress
 from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.cluster.shared_owners import SharedOwners

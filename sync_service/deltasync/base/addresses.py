@@ -78,11 +78,7 @@ def is_loopback(host: str) -> bool:
 def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision:
     """Decide whether a service may listen on an address. If it may, the reason is a warning or empty.
 
-    Args:
-        host: the address.
-        tls: whether connections are encrypted with the service's certificate.
-        roles: whether callers must prove their rights.
-        insecure: whether the operator allows it without TLS and roles.
+    `insecure`: the operator allows it without TLS and roles.
     """
     lacks = " and without ".join([*([] if tls else ["TLS"]), *([] if roles else ["roles"])])
     if is_loopback(host) or not lacks:

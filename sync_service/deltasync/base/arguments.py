@@ -9,15 +9,7 @@ from deltasync.base.errors import InvalidInput
 
 
 def check_type(call: str, name: str, value: object, *kinds: type, remedy: str = "") -> None:
-    """Check the type of an argument.
-
-    Args:
-        call: the correct call, such as `Subscriber(options, target)`.
-        name: name of the argument.
-        value: the argument.
-        kinds: the permitted types.
-        remedy: what to do instead.
-    """
+    """Check the type of an argument of a call, such as `Subscriber(options, target)`."""
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{call}: {name} is {type_in_words(value)}, expected {expected}{remedy and f': {remedy}'}")

@@ -23,11 +23,9 @@ def steady_ns() -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """A time by two clocks.
+    """A time by two clocks: the wall clock, which may be set, and `steady_ns`.
 
-    Attributes:
-        unix_ns: nanoseconds since 1970, by the wall clock, which may be set.
-        steady_ns: nanoseconds by `steady_ns`; None for times before the process started.
+    The second is None for times before the process started.
     """
 
     unix_ns: int
@@ -110,11 +108,7 @@ LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
 
 
 class Durations:
-    """Histogram of durations. Safe to use from any thread.
-
-    Attributes:
-        bounds: seconds, ascending.
-    """
+    """Histogram of durations, with ascending bounds in seconds. Safe to use from any thread."""
 
     def __init__(self, bounds: Sequence[float] = BOUNDS) -> None:
         self.bounds = bounds

@@ -1,10 +1,13 @@
-"""Logging of our own processes: text on a terminal, JSON elsewhere."""
+"""Logging of our own processes, text on a terminal and JSON elsewhere; and the progress of long work."""
 
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO, get_args
+from weakref import WeakSet
 
 from deltasync.base.errors import InvalidInput
 from deltasync.base.words import printable
@@ -23,11 +26,8 @@ _LOUD = {"uvicorn.error": logging.ERROR}
 def log_to_stderr(form: str = "", levels: str = "") -> None:
     """Log our messages from level INFO, warnings of other packages, and only failures of gRPC and uvicorn.
 
-    Call it before gRPC is used.
-
-    Args:
-        form: a `LogFormat`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
-        levels: see `set_levels`; empty = DELTASYNC_LOG_LEVEL.
+    Call it before gRPC is used. Without a `LogFormat` and levels (see `set_levels`), DELTASYNC_LOG_FORMAT and
+    DELTASYNC_LOG_LEVEL count.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, level in _LOUD.items():
@@ -123,3 +123,53 @@ def _fields(_logger: Any, _name: str, said: Mapping[str, Any]) -> dict[str, Any]
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float) else printable(str(value), _LONGEST_MESSAGE)
+
+
+logger = logging.getLogger(__name__)
+
+_EVERY_SECONDS = 5.0
+_SOON_SECONDS = 1.0
+
+
+class Progress:
+    """Logs the progress of work every few seconds, and lists it in `under_way` while this object exists."""
+
+    def __init__(
+        self, what: str, total: int, unit: str = "rows", now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin work of `total` rows, such as "consumer 'top': comparing table 'user'"."""
+        self._what, self._total, self._unit, self._now = what, total, unit, now
+        self._begun = now()
+        self._due, self._logged, self._rows = self._begun + _EVERY_SECONDS, False, 0
+        with _lock:
+            _all.add(self)
+
+    def add(self, rows: int) -> None:
+        """Add finished rows."""
+        self.at(self._rows + rows)
+
+    def at(self, rows: int) -> None:
+        """Set the number of finished rows."""
+        self._rows, now = rows, self._now()
+        if now >= self._due or (self._logged and rows >= self._total):
+            logger.info("%s", self.description)
+            self._due, self._logged = now + _EVERY_SECONDS, True
+
+    @property
+    def description(self) -> str:
+        """The work and its progress."""
+        return f"{self._what}: {self._rows} of {self._total} {self._unit}"
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether the work has taken a while and is not finished."""
+        return self._rows < self._total and self._now() >= self._begun + _SOON_SECONDS
+
+
+_all, _lock = WeakSet[Progress](), threading.Lock()
+
+
+def under_way() -> list[str]:
+    """The progress of long work in this process."""
+    with _lock:
+        return sorted(each.description for each in _all if each.takes_long)

@@ -21,10 +21,7 @@ def keep_freed_memory() -> bool:
 
     Otherwise malloc maps and unmaps each message of 1 MiB, which costs a gRPC stream more than half of its
     throughput. All threads share one heap, because malloc always returns memory freed in any other. Only our own
-    processes call this, since it changes the whole process.
-
-    Returns:
-        Whether the C library accepted the settings; only glibc does.
+    processes call this, since it changes the whole process. The result tells whether the C library accepted it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -75,10 +72,9 @@ class FreedMemory:
         self._least = 0  # The lowest memory of the process since the last return.
 
     def give_back(self) -> bool:
-        """Return freed memory if it exceeds the limit; allocations wait meanwhile. Any thread, one at a time.
+        """Return freed memory if it exceeds the limit, and whether it did. Any thread, one at a time.
 
-        Returns:
-            Whether it exceeded the limit; without glibc always False.
+        Allocations wait meanwhile. Only glibc supports it.
         """
         libc = ctypes.CDLL(None)
         mallinfo = getattr(libc, "mallinfo2", None)
@@ -121,12 +117,7 @@ def this_process() -> str:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket, to which peers can connect at once.
-
-    Args:
-        host: an address of IPv4 or IPv6.
-        port: 0 = any free port.
-    """
+    """Open a listening TCP socket, to which peers can connect at once; port 0 = any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches off Nagle's algorithm only for sockets with an explicit protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -45,9 +45,6 @@ def backoff(longest_seconds: float | None = None) -> Iterator[float]:
     """Yield the seconds to wait before each further attempt: doubling, with a random factor.
 
     Many clients fail at the same moment when a service stops. The factor spreads their attempts.
-
-    Args:
-        longest_seconds: upper bound of a pause; None means 5 seconds.
     """
     seconds, longest = _FIRST_SECONDS, longest_seconds or _LONGEST_SECONDS
     while True:

@@ -16,7 +16,7 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.checkpoints.chunks import (
     CheckpointChunk,
     CheckpointDamaged,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.checkpoints.chunks import CHUNK_BYTES, ChunkFile, LogRecord, packed_records
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import File, Layer, Manifest, TableEntry, TableKey

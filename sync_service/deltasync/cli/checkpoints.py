@@ -1,6 +1,8 @@
-"""`deltasync checkpoint` and `deltasync checkpoints`."""
+"""`deltasync checkpoint`, `checkpoints`, `versions`, `backup` and `restore`: a model and its versions in files."""
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +11,10 @@ from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.output import (
+    SERVICE,
+    check_needs,
     json_lines,
+    json_option,
     print_missing,
     record_table,
     say,
@@ -21,10 +26,12 @@ from deltasync.cli.output import (
 )
 from deltasync.client.admin import Admin, EachProcess, owners_lines
 from deltasync.client.endpoint import Endpoint
-from deltasync.status.records import CheckpointStatus
+from deltasync.status.records import CheckpointStatus, KeptStatus
 
 if TYPE_CHECKING:
     from deltasync.checkpoints.manifest import Manifest
+
+check_needs(*SERVICE)
 
 
 @click.command(context_settings=CONTEXT)
@@ -101,3 +108,89 @@ def _stored_line(manifest: "Manifest") -> dict[str, Any]:
         "new_bytes": manifest.new_bytes,
         "name": manifest.name,
     }
+
+
+@click.group()
+def versions() -> None:
+    """List, keep and release versions of a model."""
+
+
+@versions.command(context_settings=CONTEXT)
+@click.argument("model")
+@click.option("--name", default="", help="A name; versions with a name are kept until you release them.")
+@operator_options(changes=True)
+def keep(model: str, name: str, service: Endpoint) -> None:
+    """Keep the newest version of MODEL.
+
+    It writes a checkpoint. With `serve --checkpoints URL` the version is kept once it is complete there.
+    """
+    with waiting_for(service):
+        kept = Admin(service).keep_version(model, name)
+    named = f" as {kept['name']}" if kept["name"] else ""
+    say(f"version {kept['version']} of model {model} is kept{named}: {counted(kept['bytes'], 'byte')}")
+
+
+@versions.command("list", context_settings=CONTEXT)
+@click.argument("model")
+@json_option
+@operator_options()
+@with_columns(KeptStatus)
+def list_versions(model: str, service: Endpoint, as_json: bool) -> None:
+    """List the kept versions of MODEL, oldest first."""
+    lines = Admin(service).kept_versions(model)
+    table = record_table(KeptStatus, lines) if lines else [f"no version of model {model} is kept"]
+    say(*(json_lines(lines) if as_json else table))
+
+
+@versions.command(context_settings=CONTEXT)
+@click.argument("model")
+@click.argument("version")
+@operator_options(changes=True)
+def release(model: str, version: str, service: Endpoint) -> None:
+    """Stop keeping VERSION of MODEL, a name or a number. The next checkpoint removes its files."""
+    Admin(service).release_version(model, version)
+    say(f"version {version} of model {model} is no longer kept")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("url")
+@operator_options(changes=True)
+def backup(url: str, service: Endpoint) -> None:
+    """Back up a running service to URL: an absolute path of a folder on the service's machine, or object storage,
+    s3://BUCKET/PATH. It must be new or empty.
+
+    Trainers and replicas continue during the backup. It is complete once this command reports it.
+    """
+    if "://" not in url and not Path(url).is_absolute():
+        raise click.UsageError(
+            f"URL {url!r}: give an absolute path on the service's machine; on this machine it would be "
+            f"{Path(url).absolute()}"
+        )
+    with waiting_for(service):
+        made = Admin(service).backup(url)
+    say(f"backup {url} is complete: {_content(made['models'], made['bytes'])}")
+
+
+def _content(models: Mapping[str, int], size: int) -> str:
+    versions = ", ".join(f"{name} at version {version}" for name, version in models.items()) or "no model"
+    return f"{versions}, {counted(size, 'byte')}"
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("url")
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Data directory to create; new or empty.",
+)
+def restore(url: str, data_dir: Path) -> None:
+    """Create a data directory from a backup, or from the newest checkpoint of each model at the folder or URL of
+    `serve --checkpoints`. The command checks every file against its checksums.
+
+    Every model starts a new epoch, so that replicas and trainers with newer versions detect the rollback.
+    """
+    from deltasync.service import restore as restoring
+
+    made = restoring.restore(url, data_dir)
+    say(f"restored {data_dir} from {url}: {_content(made.models, made.bytes)}", *made.lacking)

@@ -6,8 +6,8 @@ import shlex
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,29 +102,9 @@ _RIGHTS = (
     _option("--endpoint", "TOML file with the address and any of these options.", type=_FILE, metavar="FILE"),
     _option("--insecure", "Send the token without TLS, readable on the network.", is_flag=True),
 )
+_HTTP, _HTTPS = "http://127.0.0.1:8080", "https://127.0.0.1:8080"
 _NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """One of the two protocols between a command and a service."""
-
-    default: str | None
-    of: Callable[[Endpoint], Endpoint]
-    description: str
-
-    def default_with(self, settings: dict[str, Any]) -> str | None:
-        """The default address; https if a setting is for TLS."""
-        tls = any(settings.get(name) for name in ("ca", "cert", "server_name"))
-        return self.default.replace("http:", "https:") if self.default and tls else self.default
-
-
-_HTTP = _Kind(
-    "http://127.0.0.1:8080",
-    Endpoint.of_http,
-    "HTTP address of the service, http://HOST:PORT; with --ca the default is https.",
-)
-_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "gRPC address of the service, HOST:PORT.")
 
 _BY = click.option(
     "--by",
@@ -164,38 +144,38 @@ def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
     Each option is also an environment variable, DELTASYNC_ plus its name in capitals, and then a key of the
     `--endpoint` file. Both can name two addresses of one service: DELTASYNC_HTTP, or key `http`, for operators,
     and DELTASYNC_SERVICE, or key `address`, for trainers and replicas. Operators use the second if it is an HTTP
-    address.
-
-    Args:
-        changes: whether the command changes something; it then takes `--by`.
+    address. A command that `changes` something also takes `--by`.
     """
-    return _endpoint_option(_HTTP, *([_BY] if changes else []))
+    text = "HTTP address of the service, http://HOST:PORT; with --ca the default is https."
+    service = _option("--service", text, show_default=_HTTP)
+    return _endpoint_option(_of_operator, service, *([_BY] if changes else []))
 
 
 def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F], Command]:
-    """Like `operator_options`, for a command that publishes or subscribes over gRPC.
-
-    Args:
-        default: the default address; None = the option is required.
-    """
-    return _endpoint_option(replace(_GRPC, default=default))
+    """Like `operator_options`, for a command that publishes or subscribes over gRPC. None = no default."""
+    text = "gRPC address of the service, HOST:PORT."
+    service = _option("--service", text, show_default=default or False)
+    return _endpoint_option(partial(_of_stream, default), service)
 
 
-def _endpoint_option(kind: _Kind, *options: Callable[[Command], Command]) -> Callable[[F], Command]:
+# Makes an endpoint from `--service`, which only replaces the address of the protocol, and the other settings.
+_Make = Callable[[str | None, dict[str, Any]], Endpoint]
+
+
+def _endpoint_option(make: _Make, *options: Callable[[Command], Command]) -> Callable[[F], Command]:
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
             credentials = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
             try:
-                endpoint = kind.of(_endpoint(settings.pop("service"), kind, credentials))
+                endpoint = make(settings.pop("service"), endpoint_settings(credentials, os.environ))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
             with naming_versions(endpoint):
                 return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
-        service = _option("--service", kind.description, show_default=kind.default or False)
-        every: list[Callable[[Command], Command]] = [service, *options, *_RIGHTS]
+        every: list[Callable[[Command], Command]] = [*options, *_RIGHTS]
         for option in reversed(every):
             wrapped = option(wrapped)
         return wrapped
@@ -203,13 +183,16 @@ def _endpoint_option(kind: _Kind, *options: Callable[[Command], Command]) -> Cal
     return decorated
 
 
-def _endpoint(service: str | None, kind: _Kind, options: dict[str, Any]) -> Endpoint:
-    """The endpoint. `service`, from the command line, only replaces the address of the command's protocol."""
-    settings = endpoint_settings(options, os.environ)
+def _of_operator(service: str | None, settings: dict[str, Any]) -> Endpoint:
     if service:
-        settings |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
-    http = settings.get("http") if kind.of == Endpoint.of_http else None
-    address = settings.pop("address", None) or http or kind.default_with(settings)
+        settings |= {"address": service, "http": ""}
+    default = _HTTPS if any(settings.get(name) for name in ("ca", "cert", "server_name")) else _HTTP
+    address = settings.pop("address", None) or settings.get("http") or default
+    return Endpoint.of_http(Endpoint(**settings | {"address": address}))
+
+
+def _of_stream(default: str | None, service: str | None, settings: dict[str, Any]) -> Endpoint:
+    address = service or settings.pop("address", None) or default
     if address is None:
         raise InvalidInput("Missing option '--service': the address of the service.")
-    return Endpoint(**settings | {"address": address})
+    return Endpoint.of_grpc(Endpoint(**settings | {"address": address}))

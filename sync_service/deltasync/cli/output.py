@@ -43,15 +43,17 @@ def paragraphs(parts: Iterable[Sequence[str]]) -> list[str]:
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Format rows under their titles, one per line.
-
-    Columns of numbers are right-aligned. None is an empty cell.
-    """
+    """Format rows under their titles, one per line, numbers on the right. None is an empty cell."""
     lines = [["" if cell is None else one_line(cell) for cell in row] for row in rows]
     everything = [list(titles), *lines]
-    widths = [max(len(line[at]) for line in everything) for at in range(len(titles))]
-    right = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(titles))]
-    return [_line(line, widths, right) for line in everything]
+    columns = [
+        (str.rjust if lines and all(not line[at] or line[at][0].isdigit() for line in lines) else str.ljust, width)
+        for at, width in enumerate(max(map(len, column)) for column in zip(*everything, strict=True))
+    ]
+    return [
+        "  ".join(align(cell, width) for cell, (align, width) in zip(line, columns, strict=True)).rstrip()
+        for line in everything
+    ]
 
 
 def record_table(record: type, lines: Iterable[Mapping[str, Any]], by: str = "") -> list[str]:
@@ -125,18 +127,6 @@ def urgency(state: str) -> int:
     return URGENCY.index(state) if state in URGENCY else -1
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    shown = [
-        cell.rjust(width) if to_right else cell.ljust(width)
-        for cell, width, to_right in zip(cells, widths, right, strict=True)
-    ]
-    return "  ".join(shown).rstrip()
-
-
-def _is_number(text: str) -> bool:
-    return not text or text[0].isdigit()
-
-
 SERVICE = ("fastapi", "grpc_health", "grpc_reflection", "lmdb", "prometheus_client", "uvicorn", "xxhash")
 TRAINER = ("rich", "tensordict", "torch", "torchrec")
 
@@ -171,23 +161,25 @@ def json_lines(answer: Any) -> list[str]:
 
 
 def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
-    """Print the lines that `what` returns and the processes that did not answer.
+    """Print the lines that `what` returns and the processes that did not answer; return the processes asked last.
 
     With `watch`, repeat this until Ctrl-C, even while the service does not answer.
-
-    Returns:
-        The processes of the last round.
     """
-    processes = EachProcess(http)
-    if not watch:
-        _print(what(processes), processes)
-        return processes
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             processes = EachProcess(http)
-            lines = _tried(what, processes)
-            click.clear()
-            _print(lines, processes)
+            try:
+                lines = what(processes)
+            except ServiceUnavailable as error:
+                if not watch:
+                    raise
+                lines = [f"The service does not answer: {error}"]
+            if watch:
+                click.clear()
+            say(*lines)
+            print_missing(processes)
+            if not watch:
+                break
             time.sleep(_SECONDS)
     return processes
 
@@ -203,35 +195,30 @@ def print_missing(processes: EachProcess) -> None:
 def overview(processes: EachProcess) -> dict[str, Any]:
     """The answers of all processes to `GET /status`, combined."""
     answers = processes.answers("/status")
-    cuts, events = _of(answers, "cuts", "seconds_ago"), _of(answers, "events", "unix_ns")
+
+    def of(name: str, *by: str) -> list[dict[str, Any]]:
+        return joined((each[name] for each in answers), *by)
+
     return {
         **answers[0],
-        "processes": _of(answers, "processes", "process"),
+        "processes": of("processes", "process"),
         "models": owners_lines((each["models"] for each in answers), "model"),
-        "trainers": _of(answers, "trainers", "model", "rank"),
+        "trainers": of("trainers", "model", "rank"),
         "consumers": owners_lines((each["consumers"] for each in answers), "consumer"),
-        "cuts": cuts[:_CUTS],
-        "events": events[-_EVENTS:],
+        "cuts": of("cuts", "seconds_ago")[:_CUTS],
+        "events": of("events", "unix_ns")[-_EVENTS:],
         "missing": sorted(processes.missing),
     }
 
 
-def _of(answers: list[Any], name: str, *by: str) -> list[dict[str, Any]]:
-    return joined((each[name] for each in answers), *by)
-
-
 @contextlib.contextmanager
-def waiting_for(http: Endpoint | None) -> Iterator[None]:
-    """Print the service's current work to standard error every few seconds while the block runs.
-
-    Args:
-        http: the service's endpoint; None = print only that the command is waiting.
-    """
+def waiting_for(http: Endpoint) -> Iterator[None]:
+    """Print the service's current work to standard error every few seconds while the block runs."""
     ended, begun = threading.Event(), time.monotonic()
 
     def report() -> None:
         while not ended.wait(_WAITING_SECONDS):
-            for line in (_work(http) if http else []) or ["waiting"]:
+            for line in _work(http) or ["waiting"]:
                 if not ended.is_set():
                     say(f"{time.monotonic() - begun:.0f} s: {line}", err=True)
 
@@ -249,15 +236,3 @@ def _work(http: Endpoint) -> list[str]:
     except DeltasyncError:  # The caller may lack role read.
         return []
     return [line for process in status["processes"] for line in process["work"]]
-
-
-def _print(lines: list[str], processes: EachProcess) -> None:
-    say(*lines)
-    print_missing(processes)
-
-
-def _tried(what: Show, processes: EachProcess) -> list[str]:
-    try:
-        return what(processes)
-    except ServiceUnavailable as error:
-        return [f"The service does not answer: {error}"]

@@ -57,10 +57,7 @@ class _Echo(NumpyTarget):
 class Probe:
     """A thread that publishes a row every few seconds and reads it back through a subscription.
 
-    It calls `service` for the endpoint at every connection.
-
-    Attributes:
-        status: the results of the probe.
+    It calls `service` for the endpoint at every connection, and writes its results to `status`.
     """
 
     def __init__(self, service: Callable[[], Endpoint], seconds: float, status: ProbeStatus) -> None:

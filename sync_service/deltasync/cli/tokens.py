@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,49 +16,6 @@ from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.base.words import listed
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.output import say, text_table
-
-
-def add_token(path: Path, name: str, token: str, roles: Sequence[str]) -> None:
-    """Add a token with roles. The file keeps only its digest."""
-
-    def add(document: tomlkit.TOMLDocument) -> None:
-        tokens = _table(document, "tokens")
-        if name in tokens:
-            raise Contradiction(f"{path}: token {name!r} exists; revoke it first, or choose another name")
-        entry = tomlkit.table()
-        entry["sha256"], entry["roles"] = token_digest(token).hex(), list(roles)
-        entry["created"] = datetime.now(UTC).replace(microsecond=0)
-        tokens[name] = entry
-
-    _change(path, add)
-
-
-def allow_certificate(path: Path, name: str, roles: Sequence[str]) -> None:
-    """Set the roles of certificates with a name, replacing earlier ones."""
-
-    def allow(document: tomlkit.TOMLDocument) -> None:
-        entry = tomlkit.table()
-        entry["roles"] = list(roles)
-        _table(document, "certificates")[name] = entry
-
-    _change(path, allow)
-
-
-def take_roles(path: Path, name: str) -> str:
-    """Remove the token and the certificates of a name; return which of them existed, in words."""
-    removed = []
-
-    def remove(document: tomlkit.TOMLDocument) -> None:
-        for key in ("tokens", "certificates"):
-            if name in document.get(key, {}):
-                del document[key][name]
-                removed.append(key.removesuffix("s"))
-        if not removed:
-            names = listed([*document.get("tokens", {}), *document.get("certificates", {})]) or "none"
-            raise NotFound(f"{path}: no token and no certificate {name!r}; existing names: {names}")
-
-    _change(path, remove)
-    return " and ".join(removed)
 
 
 def _table(document: tomlkit.TOMLDocument, key: str) -> Any:
@@ -142,7 +99,16 @@ def _role_option(command: F) -> F:
 def create(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Create a token and print it. It is shown only once; the file stores only its digest."""
     token = secrets.token_urlsafe(_BYTES)
-    add_token(roles, name, token, role)
+
+    def add(document: tomlkit.TOMLDocument) -> None:
+        tokens = _table(document, "tokens")
+        if name in tokens:
+            raise Contradiction(f"{roles}: token {name!r} exists; revoke it first, or choose another name")
+        tokens[name] = entry = tomlkit.table()
+        entry["sha256"], entry["roles"] = token_digest(token).hex(), list(role)
+        entry["created"] = datetime.now(UTC).replace(microsecond=0)
+
+    _change(roles, add)
     say(token)
 
 
@@ -152,7 +118,12 @@ def create(name: str, role: tuple[str, ...], roles: Path) -> None:
 @_made
 def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Set the roles of certificates with this DNS, URI, e-mail or common name, replacing earlier ones."""
-    allow_certificate(roles, name, role)
+
+    def allow(document: tomlkit.TOMLDocument) -> None:
+        _table(document, "certificates")[name] = entry = tomlkit.table()
+        entry["roles"] = list(role)
+
+    _change(roles, allow)
     say(f"certificate {name}: {' '.join(role)}")
 
 
@@ -172,4 +143,17 @@ def list_(roles: Path) -> None:
 @_read
 def revoke(name: str, roles: Path) -> None:
     """Remove the token or the certificates of this name, with all their roles."""
-    say(f"{take_roles(roles, name)} {name} revoked")
+
+    removed = list[str]()
+
+    def remove(document: tomlkit.TOMLDocument) -> None:
+        for key in ("tokens", "certificates"):
+            if name in document.get(key, {}):
+                del document[key][name]
+                removed.append(key.removesuffix("s"))
+        if not removed:
+            names = listed([*document.get("tokens", {}), *document.get("certificates", {})]) or "none"
+            raise NotFound(f"{roles}: no token and no certificate {name!r}; existing names: {names}")
+
+    _change(roles, remove)
+    say(f"{' and '.join(removed)} {name} revoked")

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from deltasync.base.errors import StorageFailed
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.manifest import Manifest, TableEntry, TableKey

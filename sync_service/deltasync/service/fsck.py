@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deltasync.base.errors import Damaged, StorageFailed
 from deltasync.base.events import EventKind, Events
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.base.threads import in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.store import CheckpointStore

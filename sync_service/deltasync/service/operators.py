@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import first_of
 from deltasync.base.words import counted, listed

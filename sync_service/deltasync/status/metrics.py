@@ -155,7 +155,7 @@ def families(figures: Figures, now_unix_ns: int) -> list[Metric]:
             "events",
             "Events since the service started, by kind.",
             "event",
-            {kind.value: figures.events[kind] for kind in EventKind},
+            {kind.label: figures.events[kind] for kind in EventKind},
         ),
         _build_info(),
     ]

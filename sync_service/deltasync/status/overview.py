@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from deltasync.access.rights import Access
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import Owner
-from deltasync.base.progress import under_way
+from deltasync.base.logs import under_way
 from deltasync.base.words import utc
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.cluster.member import Member

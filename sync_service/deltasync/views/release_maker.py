@@ -22,7 +22,7 @@ import numpy as np
 
 from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.errors import StorageFailed
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 from deltasync.base.threads import in_own_thread
 from deltasync.checkpoints.kept_version import KeptVersion
 from deltasync.checkpoints.manifest import TableKey

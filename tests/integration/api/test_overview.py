@@ -14,10 +14,11 @@ from urllib.parse import quote
 
 import pytest
 from tests.support.fleet import ITEM, USER, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.http import routes
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.access.rights import ROUTES, need_of_request
+from deltasync.access.rights import need_of_request
 from deltasync.base.events import RecentEvents
 from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec
@@ -150,8 +151,7 @@ def test_a_name_that_there_is_not_is_named(running: RunningService) -> None:
 
 
 def test_a_query_parameter_that_a_route_lacks_is_refused(running: RunningService) -> None:
-    for method, full in ROUTES:
-        route = full.replace(":path", "")
+    for method, route in routes():
         path = route.format(name="nobody", replica="r", table="t", version="1")
         status, body = running.request(method, f"{path}?nonsense=1&last=2", TOKEN)
         if need_of_request(method, path).role is None:

@@ -14,7 +14,7 @@ from tests.support.fleet import WAIT, Trainer, follow, wait_for_lag, wait_until_
 from tests.support.programs import killed
 from tests.support.server import RunningService
 
-from deltasync.cli.lag import BEHIND
+from deltasync.cli.status import BEHIND
 from deltasync.client import NumpyTarget
 from deltasync.core.policy import Policy
 from deltasync.core.table_form import Mode

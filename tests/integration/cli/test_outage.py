@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.support.cluster import Cluster
 from tests.support.command import deltasync
 
-from deltasync.cli.lag import BEHIND
+from deltasync.cli.status import BEHIND
 
 LISTS = (
     ["status"],

@@ -8,7 +8,7 @@ from tests.support.fleet import USER, WAIT, Recorder, Trainer, follow, lost, wai
 from tests.support.server import RunningService
 from torch import nn
 
-from deltasync.cli.lag import BEHIND
+from deltasync.cli.status import BEHIND
 from deltasync.client import CallbackTarget, Policy
 from deltasync.client.targets.torch_target import TorchTarget
 

@@ -243,6 +243,7 @@ def test_the_probe_has_the_roles_it_needs_in_kubernetes(pod: Deployed, secrets: 
     wait_for_probe(pod, made / "ca.pem", made / "operator-token")
 
 
+@pytest.mark.nightly
 def test_the_probe_has_the_roles_it_needs_under_systemd(unit_service: Deployed) -> None:
     made = unit_service.places["%S"].parent / "access"
     wait_for_probe(unit_service, made / "ca.pem", made / "operator-token")
@@ -257,6 +258,7 @@ def test_the_page_asks_for_a_token_that_operators_have(pod: Deployed, secrets: S
     assert https(pod, "/consumers", made / "ca.pem", token).status_code == 200
 
 
+@pytest.mark.nightly
 def test_the_probe_has_the_roles_it_needs_in_compose(compose_service: Deployed) -> None:
     given = compose_service.places["/run/deltasync"]
     wait_for_probe(compose_service, given / "ca.pem", given / "operator-token")

@@ -12,8 +12,8 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from tests.support.http import routes
 
-from deltasync.access.rights import ROUTES
 from deltasync.base.settings import settings_in
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.service.options import ServiceOptions
@@ -190,6 +190,6 @@ def test_operators_are_sent_to_commands_and_routes_that_there_are(
                 command = command.get_command(click.Context(command), word)
         assert command, line
         assert name != "RUNBOOK.md" or not isinstance(command, click.Group), f"{line}: which of several commands?"
-    gets = {route for kind, route in ROUTES if kind == "GET"} | {"/ready"}  # Of the example predictor.
+    gets = {route for kind, route in routes() if kind == "GET"} | {"/ready"}  # Of the example predictor.
     named = re.findall(r"`(/[a-zA-Z][^`]*)`", text)
     assert {each for each in named if not each.startswith(("/etc/", "/var/"))} <= gets

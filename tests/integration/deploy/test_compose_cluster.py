@@ -87,6 +87,7 @@ def test_images_are_those_of_kubernetes(deploy: Path, services: dict[str, Doc]) 
     assert {services[name]["image"] for name in (*BROKERS, "storage")} == images
 
 
+@pytest.mark.nightly
 def test_each_gets_its_own_certificate_and_the_key_of_the_storage(
     services: dict[str, Doc], tmp_path: Path
 ) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
+from tests.support.deployments import check_schema
 
 from deltasync.trainer.example.predictor import DRAIN_SECONDS
 
@@ -56,8 +56,7 @@ def _backends(manifests: list[Doc], service: Doc) -> list[Doc]:
 
 
 def test_documents_fit_the_schema(manifests: list[Doc], overlay: list[Doc]) -> None:
-    for doc in (*manifests, *overlay):
-        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
+    check_schema((*manifests, *overlay))
 
 
 def test_kustomization_names_every_file(deploy: Path, kustomization: Doc) -> None:
@@ -89,8 +88,7 @@ def test_kustomize_renders_valid_documents(deploy: Path, tool: Callable[[str], s
         [tool("kubectl"), "kustomize", deploy / "kubernetes"], capture_output=True, text=True, check=True
     )
     rendered = list(yaml.safe_load_all(done.stdout))
-    for doc in rendered:
-        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
+    check_schema(rendered)
     (config,) = _of_kind(rendered, "ConfigMap")
     volumes = _of_kind(rendered, "StatefulSet")["deltasync"]["spec"]["template"]["spec"]["volumes"]
     assert config in {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import uvicorn
 import yaml
-from tests.support.deployments import compose_file
+from tests.support.deployments import check_schema, compose_file
 
 from deltasync.cli.mirror import mirror
 from deltasync.trainer.example.predictor import DRAIN_SECONDS, over_mirror
@@ -26,8 +25,7 @@ def rendered(deploy: Path, tool: Callable[[str], str]) -> dict[str, Doc]:
     command = [tool("kubectl"), "kustomize", str(deploy / "kubernetes-shared")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     docs = list(yaml.safe_load_all(done.stdout))
-    for doc in docs:
-        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
+    check_schema(docs)
     return {doc["kind"]: doc for doc in docs}
 
 

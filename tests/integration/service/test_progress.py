@@ -8,7 +8,7 @@ import pytest
 from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import RunningService
 
-from deltasync.base.progress import Progress
+from deltasync.base.logs import Progress
 
 Told = dict[str, list[tuple[int, int]]]
 

@@ -12,7 +12,7 @@ from tests.support.memory_flips import flip_in_memory
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN
 
-from deltasync.cli.fsck import fsck
+from deltasync.cli.verify import fsck
 from deltasync.client import Admin, Endpoint, NumpyTarget
 
 

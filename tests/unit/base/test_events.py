@@ -59,7 +59,7 @@ def test_only_what_was_not_foreseen_comes_with_its_traceback(caplog: pytest.LogC
 
 
 def test_kinds_are_names_of_metrics() -> None:
-    assert all(kind.value.replace("_", "").isalpha() and kind.value.islower() for kind in EventKind)
+    assert all(kind.label.replace("_", "").isalpha() for kind in EventKind)
 
 
 def test_repeated_trouble_is_logged_once_a_minute_with_its_number(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,7 @@ from tests.support.documents import ROOT
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.events import Event, EventKind, EventLog
-from deltasync.base.logs import levels, log_to_stderr, parse_levels, set_levels
-from deltasync.base.progress import Progress, under_way
+from deltasync.base.logs import Progress, levels, log_to_stderr, parse_levels, set_levels, under_way
 from deltasync.base.words import are, counted, utc
 
 SERVICE = ROOT / "sync_service"
@@ -119,33 +118,27 @@ def test_the_page_of_operators_lists_all_keys() -> None:
     assert listed == fixed | subjects | {"by", "role", "address", "call", "name"}
 
 
-# How far something has come, in the log.
+# Progress of long work.
+
+WORK = (("comparing table 'user'", "rows"), ("compiling", "kernels"))
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds."""
-    now = [0.0]
-    monkeypatch.setattr("deltasync.base.progress.time.monotonic", lambda: now[0])
-    return now
-
-
-def test_what_takes_long_is_told_now_and_then_and_at_its_end(
-    now: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_is_logged_every_few_seconds_and_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    progress, compiling = Progress("comparing table 'user'", 9), Progress("compiling", 9, "kernels")
+    now = [0.0]
+    progress, compiling = (Progress(what, 9, unit, lambda: now[0]) for what, unit in WORK)
     for rows, seconds in ((1, 4.9), (2, 5.0), (3, 9.9), (4, 10.0), (9, 10.1)):
         now[0] = seconds
         progress.at(rows)
     compiling.add(4)
-    Progress("what is quick", 9).at(9)
+    Progress("quick work", 9).at(9)
     said = [f"comparing table 'user': {rows} of 9 rows" for rows in (2, 4, 9)]
     assert caplog.messages == [*said, "compiling: 4 of 9 kernels"]
 
 
-def test_what_takes_long_is_under_way_until_it_is_through_or_given_up(now: list[float]) -> None:
-    progress, other = Progress("b", 9), Progress("a", 3, "bytes")
+def test_long_work_is_under_way_until_it_ends_or_is_dropped() -> None:
+    now = [0.0]
+    progress, other = Progress("b", 9, now=lambda: now[0]), Progress("a", 3, "bytes", lambda: now[0])
     progress.at(8)
     now[0] = 0.9
     assert under_way() == []

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from deltasync.cli import consumers
-from deltasync.cli.lag import lag_lines
 from deltasync.cli.main import cli
+from deltasync.cli.status import lag_lines
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy

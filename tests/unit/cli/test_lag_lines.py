@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from deltasync.cli.lag import consumer_lines
+from deltasync.cli.status import consumer_lines
 from deltasync.status.records import ConsumerStatus, Freshness, Lag
 
 

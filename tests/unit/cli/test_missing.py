@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.command import deltasync
 
-from deltasync.cli.lag import BEHIND
+from deltasync.cli.status import BEHIND
 from deltasync.client import Admin, Endpoint, ServiceUnavailable
 from deltasync.client.admin import EachProcess
 from deltasync.status.records import ConsumerStatus, Freshness, Lag

@@ -22,9 +22,7 @@ from tests.support.wire import part
 from deltasync.api import process
 from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
-from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
-from deltasync.base.progress import Progress
 from deltasync.checkpoints.file_storage import Place, PlaceFailed, StoredFile
 from deltasync.checkpoints.store import CheckpointListing, CheckpointStore
 from deltasync.core.policy import Policy
@@ -468,18 +466,3 @@ async def test_while_kernels_are_compiled_it_lives_and_is_not_ready(
             kernels[1].let_go.set()
             await service.is_ready()
     assert [each.compiled for each in kernels] == [True, not stopped]
-
-
-def test_progress_is_said_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level("INFO")
-    quick = Progress("model 'm': opening tables", 10)
-    quick.add(10)
-    assert not caplog.text
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0)
-    slow = Progress("model 'm': reading the log", 4000)
-    slow.add(1000)
-    slow.add(2000)
-    assert [each.message for each in caplog.records] == [
-        "model 'm': reading the log: 1000 of 4000 rows",
-        "model 'm': reading the log: 3000 of 4000 rows",
-    ]

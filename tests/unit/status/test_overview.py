@@ -12,8 +12,8 @@ from prometheus_client import Metric
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Owner
-from deltasync.cli.lag import _HOLDING
 from deltasync.cli.output import urgency
+from deltasync.cli.status import _HOLDING
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.log.brokers import BrokerVolume
