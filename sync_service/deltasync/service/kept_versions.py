@@ -13,8 +13,7 @@ from deltasync.base.threads import in_own_thread
 from deltasync.base.words import listed
 from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.consumer import ITSELF, Consumer
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
 from deltasync.service.checkpoints import Checkpoints

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
 from typing import TypeVar
@@ -245,7 +246,7 @@ def _pick_dirty(tables: Sequence[DirtyRows], policy: Policy, rest_after: int) ->
 class _Candidates:
     """The dirty rows of all tables, one table after the other."""
 
-    ranks: Ranks  # [n] The first rows have the largest.
+    norms: Floats
     never_sent: Mask
     free: Mask  # [n] Whether the policy applies to a row.
     overdue: Mask  # None of the others.
@@ -257,11 +258,17 @@ class _Candidates:
     def of(cls, tables: Sequence[DirtyRows]) -> "_Candidates":
         norms, never_sent = _joined([each.norms for each in tables]), _joined([each.never_sent for each in tables])
         overdue, forced = _joined([each.overdue for each in tables]), _joined([each.forced for each in tables])
-        ranks, lengths = np.empty(len(norms), np.uint64), [len(each.ids) for each in tables]
-        rank_rows(norms.view(np.uint64), never_sent, ranks)
+        lengths = [len(each.ids) for each in tables]
         sizes = np.array([each.row_bytes for each in tables], np.int64)
         sizes = np.repeat(sizes, lengths) if (sizes != sizes[0]).any() else sizes[:1]
-        return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
+        return cls(norms, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """[n] The first rows have the largest. Policies without a limit need none."""
+        ranks = np.empty(len(self.norms), np.uint64)
+        rank_rows(self.norms.view(np.uint64), self.never_sent, ranks)
+        return ranks
 
     def top(self, policy: Policy, rest_after: int) -> Mask:
         """The first rows of the ranking, over all tables or in each."""

@@ -39,7 +39,7 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals, total
 from deltasync.model.model import Model
-from deltasync.model.releases import Head
+from deltasync.model.releases import FrozenRelease, Head, Releases
 from deltasync.views.decision import DirtyRows, ReleaseOptions, pick
 from deltasync.views.log import (
     ReleaseHistory,
@@ -54,27 +54,34 @@ from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 logger = logging.getLogger(__name__)
 
 
+def always() -> bool:
+    """Nothing stops a release."""
+    return True
+
+
 @dataclass(frozen=True)
 class ReleasePlan:
-    """What a release is to do, and with which tables.
+    """What a release does, with which tables, and why.
 
     Attributes:
+        reason: why it is made.
         tables: the tables of the view after it, by slot.
-        new: those that it creates.
+        new: the tables that it creates.
         growth: functions that enlarge others, for the model's thread.
         policy: the consumer's policy.
         overdue_version: rows dirty since this version or longer are overdue.
-        goes_on: checks on the model's thread whether to make it after all; None = always.
+        goes_on: checks on the model's thread whether to make the release after all.
         kept: the kept version that replicas are to hold exactly; None = the model's newest version.
         kept_tables: its tables.
     """
 
+    reason: str
     tables: tuple[ViewTable, ...]
     new: tuple[ViewTable, ...] = ()
     growth: tuple[Callable[[], None], ...] = ()
     policy: Policy = field(default_factory=Policy)
     overdue_version: int = 0
-    goes_on: Callable[[], bool] | None = None
+    goes_on: Callable[[], bool] = always
     kept: KeptVersion | None = None
     kept_tables: Mapping[TableKey, StampedTable] = field(default_factory=dict)
 
@@ -104,11 +111,13 @@ class PendingRelease:
         state: the state of the view with it.
         ids: the rows that it took ([n], ascending), by slot.
         stage: set by the model's thread, and by the event loop once its turns are over.
+        frozen: its rows for replicas at the release before, if there is one and memory for it.
     """
 
     state: ViewState
     ids: Sequence[Ids]
     stage: Stage = Stage.UPDATING
+    frozen: FrozenRelease | None = None
 
 
 class ReleaseMaker:
@@ -126,16 +135,20 @@ class ReleaseMaker:
         model: Model,
         log: ViewLog,
         history: str,
-        changed: Callable[[], None],
+        releases: Releases,
+        changed: Callable[[FrozenRelease | None], None],
         options: ReleaseOptions,
     ) -> None:
-        """`changed` is called after each attempt to make a release."""
+        """`changed` is called after each attempt to make a release, with the rows of a new one if `releases` keeps
+        them for replicas.
+        """
         self.state = ViewState()
         self.history = ReleaseHistory(history, options.known_releases)
         self.pending: PendingRelease | None = None
         self._consumer = consumer
         self._model = model
         self._log = log
+        self._releases = releases
         self._changed = changed
         self._options = options
 
@@ -155,8 +168,8 @@ class ReleaseMaker:
             self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
-    async def plan(self, forms: Iterable[tuple[StampedTable, TableForm]]) -> ReleasePlan:
-        """Plan a release of tables of the model, each in its form.
+    async def plan(self, reason: str, forms: Iterable[tuple[StampedTable, TableForm]], **what: Any) -> ReleasePlan:
+        """Plan a release of tables of the model, each in its form, and `what` else a plan has.
 
         It keeps the tables that have their form, enlarges those that only lack rows, and allocates the others.
         """
@@ -172,33 +185,35 @@ class ReleaseMaker:
                     table = ViewTable(source, form, self._model.memory)
                     new.append(table)
                 tables.append(table)
-            return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
+            return ReleasePlan(reason, tuple(tables), tuple(new), tuple(growth), **what)
 
         return await asyncio.to_thread(allocate)
 
     async def make(self, plan: ReleasePlan) -> None:
         """Make the next release, if there is anything to release. Call `finish` before planning it."""
+        logger.debug("consumer %s: a release, because %s", self._consumer, plan.reason)
         try:
             turns = self._turns(plan)
             next(turns)
             while await self._model.on_thread(_turn, turns, self._at_once):
                 pass
-            await self._write()
-        finally:
-            self._changed()
+        except BaseException:
+            self._changed(None)
+            raise
+        await self.finish()
 
     async def finish(self) -> None:
-        """Write the release that the log refused again, if there is one."""
-        if self.pending:
-            try:
-                await self._write()
-            finally:
-                self._changed()
-
-    async def _write(self) -> None:
-        """Write the pending release to the log, if there is one, and publish it."""
+        """Write the pending release to the log, if there is one, also if the log refused it before; publish it."""
         if (pending := self.pending) is None:
             return
+        frozen = None
+        try:
+            await self._write(pending)
+            self.pending, frozen = None, pending.frozen
+        finally:
+            self._changed(frozen)
+
+    async def _write(self, pending: PendingRelease) -> None:
         if pending.stage is Stage.UPDATING:
             self._model.tables.check_sound()
             raise RuntimeError(f"tables of consumer {self._consumer!r} are between two releases")
@@ -214,7 +229,7 @@ class ReleaseMaker:
             raise
         self.history.first_version = record["first_version"]
         self.history.add(head_of_record(record), steady_ns())
-        self.state, self.pending = pending.state, None
+        self.state = pending.state
 
     @property
     def _at_once(self) -> bool:
@@ -234,7 +249,7 @@ class ReleaseMaker:
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
         try:
             build = ReleaseBuild(before, plan, stamp, self._consumer, self._options)
-            while (seal := tables.seal) and (plan.goes_on is None or plan.goes_on()):
+            while (seal := tables.seal) and plan.goes_on():
                 if build.compare_some():
                     break
                 at_once = yield
@@ -245,8 +260,11 @@ class ReleaseMaker:
             if self._take(build, plan, plan.kept.seal if plan.kept else seal, at_once=at_once):
                 while not build.update_some():
                     yield
-                if self.pending:
-                    self.pending.stage = Stage.WRITING
+                if pending := self.pending:
+                    pending.stage = Stage.WRITING
+                    if build.sent is not None and pending.state.head:
+                        sent = [table.sent for table in plan.tables]
+                        pending.frozen = self._releases.of_cut(build.sent, sent, pending.state.head)
         finally:
             if plan.kept:
                 plan.return_to(tables)
@@ -278,7 +296,10 @@ class ReleaseMaker:
             table.born, removed = number, table.source.removed_before
             # Replicas may hold rows of an earlier table of that name, which this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
-        ids, taken, backlog = build.begin_update(picked.taken, number)
+        # A replica that holds the last release gets rows as they are encoded, instead of reading them again.
+        ids, taken, backlog = build.begin_update(
+            picked.taken, number, most_sent_bytes=0 if plan.new else self._releases.room * self._releases.followed
+        )
         head = replace(Head.of(seal, number), rows=taken.rows, bytes=taken.bytes)
         head = replace(head, kept=plan.kept.name if plan.kept else "")
         left = total(each.amount for each in backlog.values())
@@ -333,7 +354,10 @@ class ReleaseBuild:
 
     Attributes:
         stamp: the stamp of the rows in new tables; 0 = the stamps in the model's tables.
+        sent: the updated rows as sent to replicas, with the slots of their tables; None if they are not collected.
     """
+
+    sent: list[tuple[int, RowBatch]] | None = None
 
     def __init__(
         self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, options: ReleaseOptions
@@ -418,11 +442,13 @@ class ReleaseBuild:
                 for ids in (changed.ids, since):
                     np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
 
-    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
+    def begin_update(
+        self, taken: Sequence[Mask], number: int, most_sent_bytes: int = 0
+    ) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
         """Start updating the dirty rows in the masks `taken`, by slot, to their present values, for a release.
 
-        Returns these rows ([n], ascending) by slot, the totals of the release with all rows of new tables, and the
-        backlog of each table by name.
+        Collect them in `sent` if they are not larger than `most_sent_bytes`. Return these rows ([n], ascending) by
+        slot, the totals of the release with all rows of new tables, and the backlog of each table by name.
         """
         every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self._tables, taken, strict=True):
@@ -435,10 +461,13 @@ class ReleaseBuild:
             every.append(table.dirty.ids[which])
             update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._options.updated_bytes)
             updates.append(update)
+        of_release = total(amounts)
+        if of_release.bytes < most_sent_bytes:
+            self.sent = []
         for each in updates:  # At the end, because an update that has begun must not fail.
-            each.begin()
+            each.begin(collect=self.sent is not None)
         self._updates = updates
-        return every, total(amounts), backlog
+        return every, of_release, backlog
 
     def update_some(self) -> bool:
         """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
@@ -448,8 +477,10 @@ class ReleaseBuild:
         end = time.perf_counter() + self._options.turn_seconds
         while self._updates:
             try:
-                if self._updates[-1].go_on():
+                if (update := self._updates[-1]).go_on():
                     self._updates.pop()
+                    if self.sent is not None:
+                        self.sent += [(len(self._updates), rows) for rows in update.sent or ()]
             except DamagedRows:
                 raise
             except Exception as error:  # For example lack of memory: some rows are updated, others are not.

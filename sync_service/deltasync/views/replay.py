@@ -22,7 +22,6 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
 from deltasync.views.decision import ReleaseOptions
-from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.release_maker import ReleaseBuild, ReleasePlan, split_dirty
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
@@ -178,7 +177,7 @@ class Replay:
     def _with_kept(self, plan: ReleasePlan, record: Mapping[str, Any]) -> ReleasePlan:
         """The plan of a release that was made from a kept version, with the tables of that version."""
         try:
-            kept = load_kept(self._model, record["kept_id"], Policy.from_dict(record["policy"]), replaying=True)
+            kept = self._model.load_kept(record["kept_id"], Policy.from_dict(record["policy"]), replaying=True)
         except (InvalidInput, StorageFailed) as error:  # Others must not wait for this view.
             raise _Lost(f"kept version {record['version']} cannot be loaded: {error}") from error
         for table in plan.new:
@@ -202,7 +201,7 @@ class Replay:
             elif table is None and each["born"] == number and (table := self._make(each)):
                 new.append(table)
             tables += [table] if table else []
-        return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
+        return ReleasePlan("the log has it", tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
         """Make an empty table from its record; None if the model no longer has that table."""

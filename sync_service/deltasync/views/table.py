@@ -1,6 +1,6 @@
 """A table of a view: the rows that replicas hold, and which of them are dirty."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -111,8 +111,8 @@ class DirtySet:
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending); unknown ones are ignored."""
-        if not len(ids):
-            return self
+        if len(ids) in (0, len(self)):  # Only dirty rows are removed.
+            return NONE_DIRTY if len(ids) else self
         to = _room(len(self))
         return to._first(dirty_rows.remove(*self._columns, ids, *to._columns))
 
@@ -303,10 +303,11 @@ class ViewTable:
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
 
-    def update(self, ids: Ids, norms: Floats | None, number: int) -> None:
+    def update(self, ids: Ids, norms: Floats | None, number: int) -> list[RowBatch]:
         """Update rows ([n], ascending) to their present values, which replicas at release `number` will hold.
 
-        `norms` [n] are their distances from the rows that replicas held; None = replicas held none.
+        `norms` [n] are their distances from the rows that replicas held; None = replicas held none. Returns the
+        rows as sent.
 
         Raises:
             DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
@@ -314,20 +315,23 @@ class ViewTable:
         gone = self.source.deleted(ids)
         live, deleted = (ids, ids[:0]) if not gone.any() else (ids[~gone], ids[gone])
         norms = norms if norms is None or not gone.any() else norms[~gone]
-        for some in self._pieces(len(live)):
+        sent, size = list[RowBatch](), max(1, _PIECE_BYTES // self.source.spec.row_bytes)
+        for some in (slice(start, start + size) for start in range(0, len(live), size)):
             rows = self._encoded(live[some])
             self.held.apply(rows, number)
             if self.sent is not self.held:
                 far = self._norms(live[some]) if norms is None else norms[some]
                 values = np.minimum(far, _LARGEST_NORM).astype(np.float32)[:, None]
-                self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, values), number)
+                rows = RowBatch.of_table(self.sent.spec, rows.ids, values)
+                self.sent.apply(rows, number)
+            # The digests are of rows as replicas hold them, which may differ from the rows as sent.
+            sent.append(replace(rows, digests=None))
         if len(deleted):
             for table in self.stamped:
-                table.apply(RowBatch.deletes(Shard.whole(table.spec), deleted), number)
-
-    def _pieces(self, rows: int) -> Iterator[slice]:
-        size = max(1, _PIECE_BYTES // self.source.spec.row_bytes)
-        return (slice(start, start + size) for start in range(0, rows, size))
+                rows = RowBatch.deletes(Shard.whole(table.spec), deleted)
+                table.apply(rows, number)
+            sent.append(rows)
+        return sent
 
     def _encoded(self, ids: Ids) -> RowBatch:
         """Rows of the source, encoded for replicas."""
@@ -402,10 +406,15 @@ class RowUpdate:
         self._number = number
         self._left = np.ones(len(ids), np.bool_)
         self._at = 0
+        self.sent: list[RowBatch] | None = None
         self._error: Exception | None = None
 
-    def begin(self) -> None:
-        """Fix the present values: from now on, each row is updated before the source changes it."""
+    def begin(self, *, collect: bool = False) -> None:
+        """Fix the present values: from now on, each row is updated before the source changes it.
+
+        `collect` the updated rows as sent in `sent`.
+        """
+        self.sent = [] if collect else None
         self._table.source.before_change.append(self._before_change)
         for each in self._table.stamped:
             each.unfinished = self._number
@@ -426,7 +435,9 @@ class RowUpdate:
         return True
 
     def _update(self, which: Ids) -> None:
-        self._table.update(self._ids[which], self._norms[which], self._number)
+        rows = self._table.update(self._ids[which], self._norms[which], self._number)
+        if self.sent is not None:
+            self.sent += rows
         self._left[which] = False
 
     def _before_change(self, ids: Ids) -> None:

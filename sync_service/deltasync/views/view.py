@@ -1,7 +1,6 @@
 """A consumer's view: the feed of its replicas, and the loop that makes its releases."""
 
 import asyncio
-import logging
 import time
 import uuid
 from bisect import bisect_right
@@ -27,7 +26,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import TableForm
 from deltasync.model.feed import FeedStatus, TableStatus
 from deltasync.model.model import Model
-from deltasync.model.releases import NO_TABLES, Head, Release, Releases
+from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
 from deltasync.views.decision import (
     PACE_VERSIONS,
     RELEASE_OPTIONS,
@@ -36,13 +35,10 @@ from deltasync.views.decision import (
     Situation,
     next_action,
 )
-from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState
-from deltasync.views.release_maker import ReleaseMaker, ReleasePlan
+from deltasync.views.release_maker import ReleaseMaker, ReleasePlan, always
 from deltasync.views.replay import Replay, sources
 from deltasync.views.table import ViewTable
-
-logger = logging.getLogger(__name__)
 
 
 @confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
@@ -76,8 +72,8 @@ class View:
         self._record = record
         self._log = ViewLog(model.log, consumer)
         history = record["history"] if record else uuid.uuid4().hex
-        self._maker = ReleaseMaker(consumer, model, self._log, history, self._changed, options)
         self._releases = Releases(model.on_thread, self._visible, model.release_memory_bytes)
+        self._maker = ReleaseMaker(consumer, model, self._log, history, self._releases, self._changed, options)
         self.replay = Replay(consumer, model, self._log, history, options) if record else None
         self._signal = Signal()
         self.follows: Follow | None = None
@@ -288,7 +284,7 @@ class View:
         await self._maker.finish()
 
     async def prepare(
-        self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] | None = None
+        self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] = always, reason: str = ""
     ) -> None:
         """Ensure that the view has the policy's tables in the policy's form.
 
@@ -297,23 +293,24 @@ class View:
         with the reason in `trouble`.
         """
         await self.write_refused()  # That release may be the one with these tables.
-        plan = None
-        try:
-            if self.model.head and not self._has_form(policy):
-                forms = [(table, policy.form_of(table.spec)) for table in self.model.tables.followed(policy)]
-                for _, form in forms:  # Tables may be newer than the policy.
-                    form.check()
-                plan = await self._maker.plan(forms)
+        if not self.model.head or self._has_form(policy):
             self.trouble = ""
+            return
+        what = {"policy": policy, "overdue_version": overdue_version, "goes_on": goes_on}
+        try:
+            forms = [(table, policy.form_of(table.spec)) for table in self.model.tables.followed(policy)]
+            for _, form in forms:  # Tables may be newer than the policy.
+                form.check()
+            plan = await self._maker.plan(reason, forms, **what)
         except (InvalidInput, StorageFailed) as error:
             self.trouble = str(error)
             self._signal.wake()
             raise
-        if plan:
-            await self._maker.make(replace(plan, policy=policy, overdue_version=overdue_version, goes_on=goes_on))
+        self.trouble = ""
+        await self._maker.make(plan)
 
     async def make_release(
-        self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] | None = None
+        self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] = always, reason: str = ""
     ) -> None:
         """Make the next release by the policy, with the present tables.
 
@@ -322,27 +319,30 @@ class View:
         """
         await self.write_refused()
         if self.state.head:
-            plan = ReleasePlan(self.state.tables, (), (), policy, overdue_version, goes_on)
-            await self._maker.make(plan)
+            await self._maker.make(
+                ReleasePlan(reason, self.state.tables, (), (), policy, overdue_version, goes_on)
+            )
 
-    async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool]) -> None:
+    async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool], reason: str) -> None:
         """Make the release that brings replicas to a kept version, whatever the policy holds back.
 
         It loads the version's tables, which takes as much memory as the model until the release is made.
         """
         check_past(follows.kept, self.model.seals)
         # Convert every row that replicas may hold first, so that they get only the difference.
-        await self.prepare(policy, goes_on=goes_on)
-        kept = await in_own_thread(load_kept, self.model, follows.kept.id, policy)
+        await self.prepare(policy, goes_on=goes_on, reason=reason)
+        kept = await in_own_thread(self.model.load_kept, follows.kept.id, policy)
         if self.arrived(policy) or not goes_on():
             return
-        plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])
-        plan = replace(plan, policy=policy, goes_on=goes_on, kept=follows.kept, kept_tables=kept)
-        await self._maker.make(plan)
+        what = {"policy": policy, "goes_on": goes_on, "kept": follows.kept, "kept_tables": kept}
+        forms = [(table, policy.form_of(table.spec)) for table in kept.values()]
+        await self._maker.make(await self._maker.plan(reason, forms, **what))
 
-    def _changed(self) -> None:
-        """Wake replicas that may wait for a release."""
-        self._releases.have(None, self.position.number)
+    def _changed(self, release: FrozenRelease | None) -> None:
+        """Wake replicas that may wait for a release. Those at the one before get `release`."""
+        follows = self.follows
+        shown = not follows or self.state.kept == follows.kept.id
+        self._releases.have(release if shown else None, self.position.number)
         self._signal.wake()
 
     # For checkpoints, see `checkpoints.writing.Source`. On the model's thread.
@@ -459,25 +459,24 @@ class ReleaseLoop:
         now = next_action(policy, self._situation(policy), steady_ns(), view.options)
         if now.action is Action.WAIT:
             return now.seconds
-        logger.debug("consumer %s: %s: %s", self._consumer.name, now.action.value, now.reason)
         # The consumer may be paused before the newest version is read, and no replica may get its rows then.
         match now.action:
             case Action.WRITE:
                 await view.write_refused()
             case Action.FOLLOW if following:
-                await view.go_to(following, policy, lambda: self._goes_on_to(following))
+                await view.go_to(following, policy, lambda: self._goes_on_to(following), now.reason)
             case Action.TABLES:
-                await self._prepare(policy)
+                await self._prepare(policy, now.reason)
             case Action.ROWS:
-                await view.make_release(policy, self._overdue_version(policy), self._goes_on)
+                await view.make_release(policy, self._overdue_version(policy), self._goes_on, now.reason)
         if view.position != before:
             self._emit(EventKind.RELEASE_MADE, number=view.position.number)
         return 0
 
-    async def _prepare(self, policy: Policy) -> None:
+    async def _prepare(self, policy: Policy, reason: str) -> None:
         """Make the tables of the policy. If that fails, keep the old ones for now."""
         try:
-            await self.view.prepare(policy, self._overdue_version(policy), self._goes_on)
+            await self.view.prepare(policy, self._overdue_version(policy), self._goes_on, reason)
         except (InvalidInput, StorageFailed) as error:
             if not self.view.trouble:  # The log refused a release.
                 raise

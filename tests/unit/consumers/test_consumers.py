@@ -17,8 +17,7 @@ from deltasync.api.reload import outcome
 from deltasync.api.subscribe import StreamEnded, departure, superseded
 from deltasync.base.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
 from deltasync.base.events import EventKind, event_line
-from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
-from deltasync.consumers.pause import Pause
+from deltasync.consumers.consumer import Consumer, ConsumerOptions, Pause, Replica
 from deltasync.consumers.registry import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position, can_continue

@@ -8,8 +8,16 @@ from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.consumers.follow import BACK, STAY, Follow, Objection, RolloutDelay, next_version
-from deltasync.consumers.serving_history import HistoryLine, seconds_since_held
+from deltasync.consumers.follow import (
+    BACK,
+    STAY,
+    Follow,
+    HistoryLine,
+    Objection,
+    RolloutDelay,
+    next_version,
+    seconds_since_held,
+)
 
 SECOND = 10**9
 KEPT = [

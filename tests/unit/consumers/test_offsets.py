@@ -191,7 +191,7 @@ class Steps:
 
     def __init__(self, disk: MemoryDisk) -> None:
         self.log = SlowStore(disk)
-        self.offsets = OffsetLog(self.log, Events(), ())
+        self.offsets = OffsetLog(self.log, Events(), (), lambda _: 3600.0)  # A pause ends by `rest` alone.
         self.wanted, self.seen = dict[str, int](), dict[str, set[int]]()
         self.forgotten = 0  # Writes of these that are pending.
 
@@ -258,9 +258,7 @@ def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most
             having.offsets.write_all()
         return having
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offsets, "pause_after", lambda _: 3600.0)  # A pause ends by `Steps.rest` alone.
-        having = asyncio.run(main())
+    having = asyncio.run(main())
     found = {name: each.applied.number for name, each in recorded_offsets(having.log, "c").items()}
     assert all(number in having.seen[name] for name, number in found.items())
     if ends_well:

@@ -30,8 +30,7 @@ from tests.unit.views.models import Models
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import Event, EventKind, Events
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import Pause
+from deltasync.consumers.consumer import Consumer, Pause, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.rows import DamagedRows
 from deltasync.core.table_form import Mode
@@ -62,7 +61,7 @@ class Disk:
         self._go.set()
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **_what: object) -> None:
     raise ZeroDivisionError("a mistake of ours")
 
 
