@@ -23,10 +23,9 @@ class Quarantine:
     """Versions that are withheld from consumers.
 
     Attributes:
-        first: the first of these versions.
-        newest: the newest of these versions.
-        versions: their number; other versions between first and newest may be good.
-        reason: why the first one is withheld, in words.
+        first, newest: the first and the newest of these versions; others between them may be good.
+        versions: their number.
+        reason: why the first one is withheld.
     """
 
     first: int
@@ -37,10 +36,8 @@ class Quarantine:
     @property
     def description(self) -> str:
         """The versions and the reason, in a line of bounded length."""
-        if self.versions == 1:
-            which = f"version {self.first} is"
-        else:
-            which = f"{self.versions} versions from {self.first} to {self.newest} are"
+        several = f"{self.versions} versions from {self.first} to {self.newest} are"
+        which = f"version {self.first} is" if self.versions == 1 else several
         return f"{which} in quarantine: {self.reason}"[:LONGEST_TEXT]
 
 
@@ -100,11 +97,8 @@ class Pause:
         return f"paused since {utc(self.since_unix_ns)} by {self.by}{f': {self.why}' if self.why else ''}"
 
     def behind_ns(self, next_sealed: Moment | None, min_interval_seconds: float) -> int:
-        """Nanoseconds by which a replica was behind when the pause began. The pause itself does not count.
-
-        Args:
-            next_sealed: when the version after that of its rows was sealed; None if there is none.
-            min_interval_seconds: how long its policy holds a version back.
+        """Nanoseconds by which a replica was behind when the pause began, `min_interval_seconds` after the version
+        that it lacks was sealed, if there is one. The pause itself does not count.
         """
         if next_sealed is None:
             return 0
@@ -138,12 +132,7 @@ _REMEMBERED_VERSIONS = 64
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of reading a replica's rows again.
-
-    Attributes:
-        version: version of the model to which the rows belong.
-        tables: the tables of its consumer.
-    """
+    """The result of reading a replica's rows again, as of a version of the model."""
 
     version: int
     tables: Sequence[TableComparison]
@@ -152,9 +141,7 @@ class VerificationResult:
 class ReplicaVerification:
     """Verification requests to one replica and its answers, across its streams. Used in the event loop.
 
-    Attributes:
-        signal: wakes with each request, each progress report and each answer.
-        rows: number of rows read so far, and of all rows.
+    `signal` wakes with each request, report and answer. `rows` are the numbers of rows read, and of all rows.
     """
 
     def __init__(self) -> None:
@@ -187,11 +174,7 @@ class ReplicaVerification:
             self.signal.wake()
 
     def answer_to(self, number: int) -> VerificationResult | None:
-        """The answer to a request, or None while it is unanswered.
-
-        Raises:
-            DeltasyncError: the replica could not answer it.
-        """
+        """The answer to a request, or None while it is unanswered; raises why the replica could not answer it."""
         if self._answered < number:
             return None
         if isinstance(self._result, DeltasyncError):
@@ -201,10 +184,7 @@ class ReplicaVerification:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A replica connected with rows of a discarded history at position `held`.
-
-    The service has been replacing them since `since_ns`, by `steady_ns`.
-    """
+    """Rows of a discarded history at position `held`, which the service replaces since `since_ns`."""
 
     held: Position
     since_ns: int
@@ -291,15 +271,10 @@ class ConsumerOptions:
 
     @classmethod
     def described(cls, name: str, model: object, policy: object) -> "ConsumerOptions":
-        """Read the options of consumer `name` from JSON or TOML.
-
-        Raises:
-            InvalidInput: an invalid name or policy.
-        """
+        """Read the options of consumer `name` from JSON or TOML."""
         if not isinstance(model, str):
-            raise InvalidInput(
-                "model: expected the name of a model" + (f", got {model!r}" if model is not None else "")
-            )
+            got = f", got {model!r}" if model is not None else ""
+            raise InvalidInput(f"model: expected the name of a model{got}")
         if not isinstance(policy, Mapping):
             raise InvalidInput("policy: expected an object")
         return cls(check_name("consumer", name), check_name("model", model), Policy.from_dict(policy))
@@ -360,16 +335,6 @@ class Consumer:
     def distance(self) -> RolloutDelay | None:
         """How it follows another consumer; None if it does not."""
         return self.follows.distance if self.follows else None
-
-    @property
-    def follows_words(self) -> str:
-        """What it follows, and why it goes on to no later version; empty if it follows the newest version."""
-        return "; ".join(filter(None, [self.follows.description, self.waits])) if self.follows else ""
-
-    @property
-    def objects_words(self) -> str:
-        """Its objection in force, in words; empty without one."""
-        return self.objection.description if self.objection and self.objection.in_force else ""
 
     def add_pause(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""

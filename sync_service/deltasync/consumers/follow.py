@@ -31,12 +31,9 @@ class RolloutDelay:
 
     Attributes:
         after: the name of the other consumer.
-        behind_seconds: how long its replicas must go on since all of them held a version, without an objection.
+        behind_seconds: how long its replicas must hold a version, without an objection, before this one moves on.
         on_objection: `stay` at the version, or go `back` to the one before.
-        before: the version before the present one; None at the start, and after it went back.
-
-    Raises:
-        InvalidInput: the value is not one of the allowed ones.
+        before: the version before the present one; None at the start, and after going back.
     """
 
     after: str
@@ -84,11 +81,6 @@ class Follow:
         before = self.distance.before if self.distance else None
         return [self.kept, before] if before else [self.kept]
 
-    @property
-    def ids(self) -> set[str]:
-        """The ids of the kept versions that it needs."""
-        return {each.id for each in self.versions}
-
     def gone_on(self, kept: KeptVersion, now_unix_ns: int, by: str) -> "Follow":
         """The same distance at another version. After going back, it cannot go back further."""
         if self.distance is None:
@@ -108,9 +100,6 @@ class Objection:
         number: how many objections the consumer had raised, with this one.
         until_unix_ns: when it was withdrawn; None = it is in force.
         until_id: the newest checkpoint then. Followers get no version that was kept before: it may be a bad one.
-
-    Raises:
-        InvalidInput: the reason is empty, too long, or not printable.
     """
 
     since_unix_ns: int
@@ -223,11 +212,7 @@ def pack_line(line: HistoryLine) -> bytes:
 
 
 def read_lines(log: LogStore, consumer: str, first_ns: int) -> Iterator[HistoryLine]:
-    """Read the lines of a consumer from a time of its history's clock on, oldest first. Blocks.
-
-    Raises:
-        StorageFailed: a line is damaged, or the log cannot be read at present.
-    """
+    """Read the lines of a consumer from a time of its history's clock on, oldest first. Blocks."""
     for record in log.read(history_stream(consumer), max(0, first_ns)):
         with reading(name_of(history_stream(consumer), record.number)):
             try:
@@ -238,17 +223,11 @@ def read_lines(log: LogStore, consumer: str, first_ns: int) -> Iterator[HistoryL
 
 
 def seconds_since_held(lines: Sequence[HistoryLine], objections: int) -> dict[int, float]:
-    """How long the present replicas have gone on since all of them held a version exactly.
+    """How long the present replicas have gone on since all of them held a version exactly, by its seal's checksum.
 
-    Only the time between two lines counts in which the connected processes were those of the last line, and which
-    follow the withdrawal of the last objection. So a replica that joins, restarts or is lost begins the time anew.
-
-    Args:
-        lines: lines of a consumer, oldest first; the last one shows what is so now.
-        objections: number of objections that have been withdrawn by now.
-
-    Returns:
-        Seconds by the checksum of the version's seal, without versions that one of them has skipped.
+    `lines` are those of a consumer, oldest first; the last one shows the present. Time counts between two lines
+    whose connected processes are those of the last line, and after the last withdrawal of `objections`. A replica
+    that joins, restarts or is lost starts the time again. A version that one replica skipped has no time.
     """
     if not lines or not lines[-1].fleet or lines[-1].objections != objections:
         return {}
@@ -274,17 +253,14 @@ def next_version(
     lines: Sequence[HistoryLine],
     objection: Objection | None,
 ) -> tuple[KeptVersion | None, str]:
-    """Choose the kept version that a consumer at a distance moves to.
+    """Choose the kept version that a consumer at a distance moves to, or None to stay; and the reason in words.
 
     Args:
         follows: what it follows now; None = nothing yet.
         distance: its distance.
         versions: kept versions, oldest first.
-        lines: the history of the other consumer, oldest first; the last line shows what is so now.
+        lines: the history of the other consumer, oldest first; the last line shows the present.
         objection: the last objection of the other consumer; None if it never raised one.
-
-    Returns:
-        The version, or None to stay; and the reason in words.
     """
     after = f"consumer {distance.after!r}"
     if objection and objection.in_force:
@@ -316,11 +292,7 @@ def next_version(
 
 
 def check_past(kept: KeptVersion, seals: SealHistory) -> None:
-    """Check that a kept version belongs to the past of a model with these seals, as far as they are known.
-
-    Raises:
-        Contradiction: it does not, for example after a restore.
-    """
+    """Check that a kept version belongs to the past of a model. A restore may have discarded it."""
     checksum = seals.checksum_of(kept.version)
     if kept.version > seals.newest_version or checksum not in (0, kept.seal.checksum):
         raise Contradiction(

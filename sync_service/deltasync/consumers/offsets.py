@@ -60,14 +60,14 @@ class OffsetLog:
         if name in self._recorded:
             self._write({name: None})
 
-    def forgotten(self, consumer: str, replica: str) -> Mapping[str, None]:
-        """Forget the offset of a replica; return its record, which the caller removes."""
-        return self._forgotten([offset_name(consumer, replica)])
-
-    def all_forgotten(self, consumer: str) -> Mapping[str, None]:
-        """Forget all offsets of a consumer; return their records, which the caller removes."""
-        names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, "")
-        return self._forgotten([name for name in names if name.startswith(prefix)])
+    def forgotten(self, consumer: str, replica: str | None = None) -> Mapping[str, None]:
+        """Forget the offset of a replica, or of all; return their records, which the caller removes."""
+        names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, replica or "")
+        records = {name: None for name in names if (name == prefix if replica else name.startswith(prefix))}
+        for name in records:
+            self._moved.pop(name, None)
+            self._recorded.discard(name)
+        return records
 
     def write_all(self) -> None:
         """Submit all offsets before the log is closed. The last call."""
@@ -81,12 +81,6 @@ class OffsetLog:
             self._submit()
         if self._last:
             await asyncio.wait({self._last})
-
-    def _forgotten(self, names: Iterable[str]) -> Mapping[str, None]:
-        for name in (records := dict.fromkeys(names)):
-            self._moved.pop(name, None)
-            self._recorded.discard(name)
-        return records
 
     def _write_some(self) -> None:
         self._resting = True

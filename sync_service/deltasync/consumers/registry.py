@@ -33,10 +33,6 @@ from deltasync.log.records import pack_json, reading, unpack_json
 _LONGEST_INSTANCE = 64
 
 
-def _nowhere(_consumer: str) -> None:
-    """No other process owns consumers."""
-
-
 class ConsumerRegistry:
     """All consumers of the models that this process owns.
 
@@ -55,7 +51,7 @@ class ConsumerRegistry:
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers = dict[str, Consumer]()
         self._limits.count("consumers", partial(len, self.consumers))
-        self.elsewhere: Callable[[str], DeltasyncError | None] = _nowhere
+        self.elsewhere: Callable[[str], DeltasyncError | None] = lambda _name: None
         self._offsets = dict[LogStore, OffsetLog]()
         for log in logs.each():
             self.have(recorded_consumers(log), log)
@@ -75,10 +71,7 @@ class ConsumerRegistry:
             consumer.signal.wake()
 
     def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
-        """Remove the consumers of a model that another process takes over, and end their streams.
-
-        Write their offsets if `written`.
-        """
+        """Remove the consumers of a model that another process takes over; write their offsets if `written`."""
         self.end_streams(model)
         for consumer in self.of_model(model):
             del self.consumers[consumer.name]
@@ -224,7 +217,7 @@ class ConsumerRegistry:
         del self.consumers[name]
         consumer.end_streams()
         log = self._logs.of(consumer.model)
-        offsets = self._offsets[log].all_forgotten(name)
+        offsets = self._offsets[log].forgotten(name)
         log.truncate(history_stream(name), LAST_NUMBER)
         await asyncio.wrap_future(log.put_all({**offsets, f"consumer/{name}": None}))
 
@@ -249,10 +242,7 @@ class ConsumerRegistry:
             replica.held.clear()
         consumer.replicas[name] = replica
         replica.end_stream()
-        replica.stream = stream
-        replica.instance = instance
-        replica.since_ns = steady_ns()
-        replica.by = by
+        replica.stream, replica.instance, replica.by, replica.since_ns = stream, instance, by, steady_ns()
         consumer.signal.wake()
         return replica
 
@@ -266,17 +256,14 @@ class ConsumerRegistry:
         forget: bool = False,
         expected: bool = False,
     ) -> None:
-        """Record that a stream of a replica ended, and why.
+        """Record why a stream of a replica ended. Forget a guest, and a replica that will not return (`forget`).
 
-        Forget a replica that will not return (`forget`), and a guest. Also forget one that never had a version,
-        unless it is `expected` to return because the service ended the stream: otherwise clients could fill the
-        consumer with unused names.
+        Also forget one that never had a version, unless it is `expected` to return because the service ended its
+        stream. Otherwise clients could fill the consumer with unused names.
         """
         if replica.stream is not stream:
             return
-        replica.stream = None
-        replica.since_ns = steady_ns()
-        replica.left = why
+        replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
         unused = not (replica.has_held or expected)
         if (forget or unused or replica.guest) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
@@ -289,7 +276,8 @@ class ConsumerRegistry:
             raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=names)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
-        self._remove(consumer, replica)
+        del consumer.replicas[replica]
+        consumer.signal.wake()
         log = self._logs.of(consumer.model)
         await asyncio.wrap_future(log.put_all(self._offsets[log].forgotten(name, replica)))
 
@@ -340,12 +328,9 @@ class ConsumerRegistry:
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
     def _forget(self, consumer: Consumer, name: str) -> None:
-        self._remove(consumer, name)
-        self._offsets[self._logs.of(consumer.model)].forget(consumer.name, name)
-
-    def _remove(self, consumer: Consumer, replica: str) -> None:
-        del consumer.replicas[replica]
+        del consumer.replicas[name]
         consumer.signal.wake()
+        self._offsets[self._logs.of(consumer.model)].forget(consumer.name, name)
 
     def _write(self, consumer: Consumer) -> "asyncio.Future[None]":
         record = pack_json(consumer_record(consumer))
@@ -353,10 +338,7 @@ class ConsumerRegistry:
 
 
 def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
-    """The number of a position in `history`; 0 if it belongs to another or a discarded history.
-
-    `seal_of` returns the seal of a number, or 0 if the number has none.
-    """
+    """The number of a position in `history`, whose numbers have the seals `seal_of`; 0 if it is in another one."""
     if position.history != history:
         return 0
     seal = seal_of(position.number) if position.seal else 0
@@ -370,10 +352,7 @@ def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable
 
 
 def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
-    """Names of replicas that were away for longer than the retention. The last replica of a consumer is kept.
-
-    `now_ns` is by `steady_ns`, which a change of the clock does not affect.
-    """
+    """Names of replicas that were away for longer than the retention, except the last replica of a consumer."""
     present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
     away = [replica for replica in replicas if replica.stream is None]
     away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))

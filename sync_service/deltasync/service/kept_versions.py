@@ -127,8 +127,8 @@ class Versions:
         """The same for all kept versions of a model, by the ids of their checkpoints."""
         names = defaultdict[str, list[str]](list)
         for consumer in self._registry.of_model(model):
-            for each in sorted(consumer.follows.ids) if consumer.follows else ():
-                names[each].append(consumer.name)
+            for kept in consumer.follows.versions if consumer.follows else ():
+                names[kept.id].append(consumer.name)
         return {id: sorted(some) for id, some in names.items()}  # noqa: A001
 
     async def run(self) -> None:

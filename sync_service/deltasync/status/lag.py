@@ -52,7 +52,9 @@ def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the last cut was refused: {status.refused}"
     if status.unsaved:
         reason = f"{reason}; checkpoints fail: {status.unsaved}"
-    follows, objects = consumer.follows_words, consumer.objects_words
+    kept, objection = consumer.follows, consumer.objection
+    follows = "; ".join(filter(None, [kept.description, consumer.waits])) if kept else ""
+    objects = objection.description if objection and objection.in_force else ""
     reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.

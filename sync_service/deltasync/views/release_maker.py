@@ -1,10 +1,9 @@
 """Make the releases of a view, one after the other.
 
-A release is built on the model's thread, in turns between which cuts are applied. It copies and compares rows in
-blocks, chooses rows at one version, and updates them; a row that a cut is about to change is updated just before.
-Then its head and row ids go to the log. Replicas and checkpoints do not see the release until these are on disk.
-If the log refuses them, the release is written again before anything else happens. After a crash in between, the
-release does not exist, and no replica has it.
+A release is built on the model's thread, in turns between which cuts are applied: rows are copied and compared in
+blocks, chosen at one version, and updated; a row that a cut is about to change is updated just before. Then its
+head and row ids go to the log. Replicas and checkpoints see it once these are on disk. A release that the log
+refused is written again before anything else. After a crash in between, it does not exist, and no replica has it.
 
 The log needs only the row ids, because a replay builds each release again with the same code at the same version.
 """
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -53,10 +52,7 @@ from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 logger = logging.getLogger(__name__)
 
-
-def always() -> bool:
-    """Nothing stops a release."""
-    return True
+GoesOn: TypeAlias = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class ReleasePlan:
     growth: tuple[Callable[[], None], ...] = ()
     policy: Policy = field(default_factory=Policy)
     overdue_version: int = 0
-    goes_on: Callable[[], bool] = always
+    goes_on: GoesOn = lambda: True
     kept: KeptVersion | None = None
     kept_tables: Mapping[TableKey, StampedTable] = field(default_factory=dict)
 
@@ -110,7 +106,7 @@ class PendingRelease:
     Attributes:
         state: the state of the view with it.
         ids: the rows that it took ([n], ascending), by slot.
-        stage: set by the model's thread, and by the event loop once its turns are over.
+        stage: set by the model's thread; by the event loop after the turns.
         frozen: its rows for replicas at the release before, if there is one and memory for it.
     """
 
@@ -121,12 +117,12 @@ class PendingRelease:
 
 
 class ReleaseMaker:
-    """Makes the releases of one view. Runs in the event loop, one call at a time, unless stated otherwise.
+    """Makes the releases of one view, in the event loop, one call at a time.
 
     Attributes:
         state: the state of the view. Any thread may read it; it is replaced, never changed.
         history: the earlier releases.
-        pending: the release that is not on disk yet, if there is one.
+        pending: the release that is not on disk yet; None if there is none.
     """
 
     def __init__(
@@ -139,18 +135,12 @@ class ReleaseMaker:
         changed: Callable[[FrozenRelease | None], None],
         options: ReleaseOptions,
     ) -> None:
-        """`changed` is called after each attempt to make a release, with the rows of a new one if `releases` keeps
-        them for replicas.
-        """
+        """Call `changed` with each release, if `releases` has memory for its rows, and after each failure."""
         self.state = ViewState()
         self.history = ReleaseHistory(history, options.known_releases)
         self.pending: PendingRelease | None = None
-        self._consumer = consumer
-        self._model = model
-        self._log = log
-        self._releases = releases
-        self._changed = changed
-        self._options = options
+        self._consumer, self._model, self._log, self._options = consumer, model, log, options
+        self._releases, self._changed = releases, changed
 
     async def resume(self, state: ViewState) -> None:
         """Continue from the end of a replay."""
@@ -169,10 +159,7 @@ class ReleaseMaker:
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
     async def plan(self, reason: str, forms: Iterable[tuple[StampedTable, TableForm]], **what: Any) -> ReleasePlan:
-        """Plan a release of tables of the model, each in its form, and `what` else a plan has.
-
-        It keeps the tables that have their form, enlarges those that only lack rows, and allocates the others.
-        """
+        """Plan a release of tables, each in its form, and `what` else. Allocate those that the view lacks."""
 
         def allocate() -> ReleasePlan:
             tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
@@ -330,14 +317,11 @@ class ReleaseMaker:
         return pending.state if pending and pending.stage is not Stage.UPDATING else self.state
 
     def checkpoint_state(self) -> dict[str, Any] | None:
-        """The state for a checkpoint, without tables; None while a release is being written.
-
-        A release that the log refused is included: the log may need a checkpoint before it has room again.
+        """The state for a checkpoint, without tables; None while a release is being written. It includes a refused
+        one, because the log may need a checkpoint before it has room again.
         """
-        pending = self.pending
-        if pending and pending.stage is not Stage.REFUSED:
-            return None
-        return state_record(self.history.id, self.latest)
+        written = self.pending is None or self.pending.stage is Stage.REFUSED
+        return state_record(self.history.id, self.latest) if written else None
 
 
 def _turn(turns: Generator[None, bool, None], at_once: bool) -> bool:
@@ -354,10 +338,8 @@ class ReleaseBuild:
 
     Attributes:
         stamp: the stamp of the rows in new tables; 0 = the stamps in the model's tables.
-        sent: the updated rows as sent to replicas, with the slots of their tables; None if they are not collected.
+        sent: the updated rows as sent to replicas, with the slots of their tables; None = they are not collected.
     """
-
-    sent: list[tuple[int, RowBatch]] | None = None
 
     def __init__(
         self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, options: ReleaseOptions
@@ -383,8 +365,8 @@ class ReleaseBuild:
         after = [table.compared if table in self._comparisons else 0 for table in plan.tables]
         self._block_bytes = options.copied_bytes if plan.new else options.compared_bytes
         self._copy = PreCopy([table.source for table in plan.tables], after, self._block_bytes)
-        self._copied = False
-        self._updates = list[RowUpdate]()
+        self._copied, self._updates = False, list[RowUpdate]()
+        self.sent: list[tuple[int, RowBatch]] | None = None
         what = f"consumer {consumer!r}: reading rows of the model"
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
 
@@ -392,8 +374,7 @@ class ReleaseBuild:
         """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""
         end, blocks = time.perf_counter() + self._options.turn_seconds, 0
         while not self._copied:
-            block = self._copy.next_block(self._block_bytes)
-            if block is None:
+            if (block := self._copy.next_block(self._block_bytes)) is None:
                 self._copied = True
                 return not blocks  # If this call did work, the rest gets a call of its own.
             slot, ids = block
@@ -405,7 +386,7 @@ class ReleaseBuild:
         return True
 
     def compare_rest(self, version: int) -> None:
-        """Copy or compare all remaining rows, with the model's tables at `version`."""
+        """Copy or compare all other rows, with the model's tables at `version`."""
         for slot, ids in self._copy.rest():
             self._compare(slot, ids)
         for comparison in self._comparisons.values():
@@ -422,33 +403,29 @@ class ReleaseBuild:
 
     def dirty(self, overdue_version: int) -> list[DirtyRows]:
         """The dirty rows by slot, none of new tables; overdue if dirty since `overdue_version` or longer."""
-        result = []
+        result = dict[str, DirtyRows]()
         for table in self._tables:
             dirty, ranked = table.dirty, table.source.spec.kind.ranked
             forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
             overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
-            result.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
-        self._force_handed_over(result)
-        return result
-
-    def _force_handed_over(self, dirty: Sequence[DirtyRows]) -> None:
-        """Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id."""
-        by_name = {table.name: rows for table, rows in zip(self._tables, dirty, strict=True)}
-        for table, changed in zip(self._tables, dirty, strict=True):
-            rows = by_name.get(table.source.spec.of)
+            result[table.name] = DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes)
+        # Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id.
+        for table in self._tables:
+            rows = result.get(table.source.spec.of)
             if table.source.spec.kind is TableKind.ID_MAP and rows:
                 # A new map counts all changes since the other tables were compared.
                 since = table.within(table.source.changed_since(self._before.compared_version))
-                for ids in (changed.ids, since):
+                for ids in (result[table.name].ids, since):
                     np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
+        return list(result.values())
 
     def begin_update(
         self, taken: Sequence[Mask], number: int, most_sent_bytes: int = 0
     ) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
-        """Start updating the dirty rows in the masks `taken`, by slot, to their present values, for a release.
+        """Start updating the dirty rows in the masks `taken`, by slot; collect them if below `most_sent_bytes`.
 
-        Collect them in `sent` if they are not larger than `most_sent_bytes`. Return these rows ([n], ascending) by
-        slot, the totals of the release with all rows of new tables, and the backlog of each table by name.
+        Returns these rows ([n], ascending) by slot, the totals of the release with all rows of new tables, and the
+        backlog of each table by name.
         """
         every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self._tables, taken, strict=True):
@@ -461,18 +438,15 @@ class ReleaseBuild:
             every.append(table.dirty.ids[which])
             update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._options.updated_bytes)
             updates.append(update)
-        of_release = total(amounts)
-        if of_release.bytes < most_sent_bytes:
-            self.sent = []
+        self._updates, of_release = updates, total(amounts)
+        self.sent = [] if of_release.bytes < most_sent_bytes else None
         for each in updates:  # At the end, because an update that has begun must not fail.
             each.begin(collect=self.sent is not None)
-        self._updates = updates
         return every, of_release, backlog
 
     def update_some(self) -> bool:
-        """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
-
-        After an error, which is always `DamagedRows`, the tables are between two releases.
+        """Update rows for a short time, and return whether all are done; cuts may be applied between calls. After
+        an error, which is always `DamagedRows`, the tables are between two releases.
         """
         end = time.perf_counter() + self._options.turn_seconds
         while self._updates:

@@ -45,23 +45,16 @@ def _reading() -> Iterator[None]:
 
 
 class Replay:
-    """Rebuilds a view, on the model's thread: a `ViewRecovery`.
-
-    It leaves out tables that the model no longer has, and ignores what the log says about them.
+    """Rebuilds a view, on the model's thread, without tables that the model no longer has: a `ViewRecovery`.
 
     Attributes:
-        owner: the view's consumer.
         begun: whether it has read the records of the view.
         state: the state of the view.
         lost: why the view cannot be rebuilt; empty if it can.
     """
 
     def __init__(self, owner: str, model: Model, log: ViewLog, history: str, options: ReleaseOptions) -> None:
-        self.owner = owner
-        self._model = model
-        self._log = log
-        self._history = history
-        self._options = options
+        self.owner, self._model, self._log, self._history, self._options = owner, model, log, history, options
         self.discard()
 
     def discard(self) -> None:

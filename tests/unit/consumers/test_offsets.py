@@ -214,7 +214,7 @@ class Steps:
 
     def forget_all(self, *_: object) -> None:
         self.wanted.clear()
-        MemoryStore.put_all(self.log, self.offsets.all_forgotten("c"))
+        MemoryStore.put_all(self.log, self.offsets.forgotten("c"))
         assert recorded_offsets(self.log, "c") == {}
 
     def write(self, *_: object) -> None:

@@ -21,11 +21,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.log.records import key_of, pack_json, unpack_json
 from deltasync.views.decision import ReleaseOptions
-from deltasync.views.log import ViewLog, heads_stream, releases_stream, view_name
+from deltasync.views.log import ViewLog, view_name
 from deltasync.views.view import View
 
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
-HEADS, IDS = heads_stream("top"), releases_stream("top")
+HEADS, IDS = "heads/top", "releases/top"
 
 
 async def released_twice(local: LocalModel) -> View:
