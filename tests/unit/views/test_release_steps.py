@@ -76,10 +76,6 @@ def _advanced(view: View, replica: Replica) -> bool:
     return True
 
 
-def _bytes(tables: Any) -> dict[str, bytes]:
-    return {name: rows.tobytes() for name, rows in tables.items()}
-
-
 async def _becomes(wanted: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not wanted():
@@ -113,29 +109,6 @@ async def test_cuts_go_on_while_a_release_waits_for_the_disk(
     assert view.state.compared_version == 2
     assert not any(name.startswith("model-") for name in disk.threads)
     await view.make_release(Policy(), 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
-
-
-async def test_rows_compared_in_several_turns_are_of_one_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that change while others are compared are compared again, before any of them is taken."""
-    local.options = small_blocks(2 * USER.row_bytes)
-    view, turns = await local.prepared_view(TOP), 0
-    await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
-
-    async def cut_meanwhile(turn: int) -> None:
-        nonlocal turns
-        turns = turn
-        if turn == 3:  # Row 2 was compared, row 6 was not, and row 9 had not changed.
-            await local.cut(changed(2, USER, 2, 6, 9))
-
-    before_turns(monkeypatch, local, cut_meanwhile)
-    await view.make_release(Policy(), 0)
-    assert turns > 3
-    assert view.state.compared_version == 3
-    assert view.state.statistics
-    assert view.state.statistics.taken.rows == 8
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
@@ -202,21 +175,6 @@ async def test_a_new_table_and_a_new_run_are_released_together(
     await view.prepare(TOP)
     assert (view.position.number, view.state.compared_version, view.state.backlog_rows) == (before + 1, 2, 0)
     assert same_as_the_model(await held_by_a_replica(view), local)
-
-
-async def test_cuts_go_on_while_new_tables_wait_for_the_disk(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(monkeypatch, ViewLog, "write")
-    view = local.view()
-    preparing = asyncio.create_task(view.prepare(TOP))
-    await disk.begun.wait()
-    await local.cut(changed(1, USER, 3))
-    disk.let_go()
-    await preparing
-    await view.make_release(TOP, 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
-    assert not any(name.startswith("model-") for name in disk.threads)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_turns"), (ViewLog, "write"), (ReleaseMaker, "plan")])

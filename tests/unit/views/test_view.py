@@ -7,13 +7,12 @@ import time
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, TOP, USER, before_turns, changed, is_due, refuse, small_blocks
+from tests.support.view_scenarios import TOP, USER, changed, is_due, refuse
 
 from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import report
 from deltasync.status.records import ConsumerStatus
@@ -114,43 +113,3 @@ async def test_without_room_for_a_table_the_view_stays_as_it_was(
     assert (view.position, view.trouble, view.may_serve(wide)) == (before, "the disk is full", True)
     await view.prepare(wide)
     assert (view.trouble, len(view.tables), view.position.number) == ("", 2, before.number + 1)
-
-
-@pytest.mark.parametrize("policy", [Policy(value_type=ValueType.INT8), Policy(top_k=1), Policy(mode=Mode.IDS)])
-async def test_the_first_release_equals_its_version_while_cuts_go_on(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
-    local.options = small_blocks(300)
-    await equals_its_version(local, monkeypatch, local.view(), policy)
-
-
-@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16, ValueType.FP32])
-async def test_the_release_after_a_policy_change_equals_its_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
-) -> None:
-    """Of a table that it makes, and of one that was there."""
-    local.options = small_blocks(300)
-    view = await local.prepared_view(Policy(tables=("item",), value_type=ValueType.FP16))
-    await equals_its_version(local, monkeypatch, view, Policy(value_type=value_type))
-
-
-async def equals_its_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, view: View, policy: Policy
-) -> None:
-    """See that a release, before each block of which a cut comes, is of the version and the step that it names."""
-    seed = 0
-
-    async def cut_before(turn: int) -> None:
-        nonlocal seed
-        if 1 < turn <= 10:
-            seed += 1
-            await local.cut(changed(seed, USER, seed, 39) | changed(seed, ITEM, seed, 29))
-
-    before_turns(monkeypatch, local, cut_before)
-    await view.prepare(policy)
-    assert view.state.head
-    assert seed > 5
-    assert view.state.head.version == view.state.head.step == local.model.position.number
-    assert view.state.compared_version == view.state.head.version
-    for table in view.state.tables:
-        assert table.held.rows.tobytes() == table.form.encode(table.source.rows).tobytes()

@@ -198,29 +198,3 @@ def dirty_after(table: ViewTable, version: int) -> list[int]:
     comparison.finish(table.source.counts.newest)
     ids: list[int] = table.dirty.ids.tolist()
     return ids
-
-
-def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> None:
-    """While others are compared: a replay compares all of them at once."""
-    spec = TableSpec("t", 4, 2)
-    source = StampedTable(spec)
-
-    def write(value: float, number: int, *ids: int) -> None:
-        source.apply(RowBatch.of_table(spec, ids, np.full((len(ids), 2), value, np.float32)), number)
-
-    write(1, 1, 0, 1, 2, 3)
-    with not_shared_yet():
-        table = ViewTable(source, TableForm.unchanged(spec), stamp=1)
-        table.copy(np.arange(4))
-        table.note_clean(1)
-        write(2, 2, 1)
-        assert dirty_after(table, 1) == [1]
-        write(1, 3, 1)
-        comparison = ReplicaComparison(table, 3)
-        comparison.add(np.array([1]))
-        write(2, 4, 1, 2)
-        comparison.add(np.array([1, 2]))
-        assert table.dirty.since.tolist() == [2], "nothing of a look shows before its end"
-        comparison.finish(4)
-        assert (table.dirty.ids.tolist(), table.dirty.since.tolist()) == ([1, 2], [2, 3])
-        assert [table.lacking(number) for number in (0, 1)] == [4, 2]
