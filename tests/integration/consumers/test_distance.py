@@ -1,7 +1,6 @@
 """A fleet that follows a canary at a distance, objections, and what consumers served when."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +86,6 @@ def test_a_fleet_follows_a_canary_stops_at_an_objection_and_goes_back(
         if each["event"] == "consumer_objects"
     ]
     assert events == [("canary", "its AUC fell"), ("canary", "withdrawn: its AUC fell")]
-
-
-def test_a_distance_survives_a_restart_and_its_time_goes_on(tmp_path: Path) -> None:
-    policies = {"canary": Policy()}
-    with ExitStack() as stack:
-        with RunningService(tmp_path / "data", policies=policies) as service:
-            admin = Admin(Endpoint(service.http, TOKEN))
-            stack.enter_context(follow(service, "canary", "c", NumpyTarget()))  # It does not say goodbye.
-            with Trainer(service.grpc) as trainer:
-                trainer.publish_all()
-                admin.keep_version("clicks", "first")
-                admin.follow_consumer("predictors", "canary", 300.0, "back", "first")
-                admin.object("canary", "its AUC fell")
-                wait_for(lambda: [line["replicas"] for line in admin.history("canary")][-1:] == [{"c": 1}])
-        with RunningService(tmp_path / "data", policies=policies) as service:
-            admin = Admin(Endpoint(service.http, TOKEN))
-            wait_for(lambda: "its AUC fell" in admin.consumer("predictors")["follows"])
-            admin.withdraw_objection("canary")
-            wait_for(lambda: "no later version is kept" in admin.consumer("predictors")["follows"])
-            replicas = [line["replicas"] for line in admin.history("canary")]
-            assert replicas[-1] == {"c": 1}, "it had proven its version before the restart"
-            with pytest.raises(Contradiction, match="consumer 'canary' is followed by predictors"):
-                admin.delete_consumer("canary")
-            admin.follow_version("predictors", "live")
-            admin.delete_consumer("canary")
-            admin.create_consumer("canary", "clicks", Policy())
-            assert admin.history("canary") == [], "a new consumer begins a new history"
 
 
 def test_what_cannot_be_followed_at_a_distance_is_refused(service: RunningService, admin: Admin) -> None:

@@ -221,16 +221,6 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     assert samples["deltasync_events_total", (("event", "consumer_resumed"),)] == 1
 
 
-def test_who_pauses_again_adds_a_reason_and_changes_neither_time_nor_name(service: RunningService) -> None:
-    admin = admin_of(service)
-    admin.pause_consumer("probes", "one")
-    first = service.get_json("/consumers/probes")["paused"]
-    admin.pause_consumer("probes", "two")
-    assert service.get_json("/consumers/probes")["paused"] == first | {"reason": "two; one"}
-    Endpoint(service.http, TOKEN).ask("PUT", "/consumers/probes/pause", None)
-    assert service.get_json("/consumers/probes")["paused"]["reason"] == "two; one"
-
-
 def test_what_is_wrong_pauses_nothing(service: RunningService) -> None:
     for change in (Admin.pause_consumer, Admin.resume_consumer):
         with pytest.raises(NotPermitted):

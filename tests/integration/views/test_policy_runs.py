@@ -23,13 +23,11 @@ from tests.support.server import RunningService
 from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
 from deltasync.base.errors import StorageFailed
-from deltasync.client import Admin, Position, Release, Shard
+from deltasync.client import Position, Release, Shard
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import ValueType
 from deltasync.model.model_store import ModelStore
-from deltasync.views.table import EncodedTable
 
 # Streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
@@ -38,33 +36,6 @@ ALL_ROWS = USER.rows + ITEM.rows
 
 def rows_of(release: Release) -> int:
     return sum(len(rows.ids) for rows in release.rows)
-
-
-def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise StorageFailed("no room for a table")
-
-    patch.setattr(EncodedTable, "_room_for", full)
-
-
-def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
-    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, joining = Recorder(), Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target) as replica:
-        wait_until_in_sync(service, "top", trainer.publish_all())
-        with monkeypatch.context() as patch:
-            no_room_for_views(patch)
-            admin.update_consumer("top", Policy(top_k=0.1, value_type=ValueType.INT8))
-            wait_for_lag(service, "top", lambda lag: "the policy is not in force" in lag["reason"])
-            head = trainer.change(5)
-            assert "no room for a table" in wait_until_in_sync(service, "top", head)["reason"]
-            with follow(service, "top", "b", joining) as other:
-                other.wait_for(head, WAIT)
-            assert target.bytes() == joining.bytes() == trainer.expected()
-        lag = wait_for_lag(service, "top", lambda _: target.bytes() == trainer.expected(ValueType.INT8))
-        assert "not in force" not in lag["reason"]
-        replica.check()
 
 
 def test_the_service_starts_without_room_for_the_table_of_a_policy(

@@ -1,9 +1,7 @@
 """Policies that change while replicas follow: nobody loses its place, and what is held stays right."""
 
-import threading
 from typing import Any
 
-import pytest
 from tests.support.fleet import (
     ITEM,
     TABLES,
@@ -20,7 +18,6 @@ from tests.support.server import RunningService
 from deltasync.client import Admin, Position, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.views.log import ViewLog
 
 # Idle streams look for changes often.
 
@@ -94,32 +91,3 @@ def test_a_later_table_that_cannot_be_sent_delays_no_other_table(service: Runnin
             admin.update_consumer("tbe", narrow)
             given_as(service, "tbe", narrow, head)
     assert target.bytes() == joining.bytes()
-
-
-def test_a_replica_that_joins_during_a_change_gets_the_announced_tables(
-    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It waits for what the policy wants to be there."""
-    target, joining = Recorder(), Recorder()
-    changing, go = threading.Event(), threading.Event()
-    write = ViewLog.write
-
-    def held_back(log: ViewLog, *arguments: Any) -> None:
-        changing.set()
-        assert go.wait(WAIT)
-        write(log, *arguments)
-
-    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
-        head = trainer.publish_all()
-        wait_until_in_sync(service, "top", head)
-        monkeypatch.setattr(ViewLog, "write", held_back)
-        policy = Policy(value_type=ValueType.INT8)
-        admin.update_consumer("top", policy)
-        assert changing.wait(WAIT)
-        with follow(service, "top", "b", joining) as replica:
-            go.set()
-            replica.wait_for(1, WAIT)
-            given_as(service, "top", policy, head)
-            wait_for_lag(service, "top", lambda lag: len(lag["replicas"]) == 2 and lag["state"] == "in sync")
-            given_as(service, "top", policy, trainer.change(3))
-    assert joining.bytes() == target.bytes() == trainer.expected(ValueType.INT8)

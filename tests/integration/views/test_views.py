@@ -1,7 +1,6 @@
 """Consumers with a policy: all replicas of one are given the same releases."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from tests.support.fleet import (
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
-from tests.support.wire import ReplicaStream
 
-from deltasync.client import CallbackTarget, Position, Release
+from deltasync.client import CallbackTarget, Release
 from deltasync.core.policy import Policy
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
@@ -65,34 +63,6 @@ def test_two_replicas_at_the_same_release_hold_the_same_bits(service: RunningSer
     assert all(replica["checked"] for replica in lag["replicas"])
 
 
-def test_a_slow_replica_does_not_hold_up_the_others(service: RunningService) -> None:
-    quick = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "top", "quick", quick):
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="top", replica="slow", budget=1) as slow:
-            slow.until("chunk")
-            for _ in range(3):
-                head = trainer.change(30)
-            # Credit is not given back: the slow one is still in its first release.
-            lag = all_released(service, head)
-            number = lag["release"]["number"]
-            lag = wait_for_lag(service, "top", lambda lag: {"quick": number}.items() <= offsets_of(lag).items())
-            assert offsets_of(lag)["slow"] == 0
-            assert lag["state"] == "behind"
-            assert quick.bytes() == trainer.expected(ValueType.INT8)
-
-
-def all_released(service: RunningService, head: Position) -> dict[str, Any]:
-    """The lag once every row of a version is released, whoever has applied it."""
-    return wait_for_lag(
-        service, "top", lambda lag: lag["release"]["version"] == head.number and lag["release"]["left_rows"] == 0
-    )
-
-
-def offsets_of(lag: dict[str, Any]) -> dict[str, int]:
-    return {line["replica"]: line["offset"] for line in lag["replicas"]}
-
-
 def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
     taken: list[Release] = []
     with Trainer(service.grpc) as trainer:
@@ -117,15 +87,6 @@ def test_ids_and_norms_alone_are_streamed(service: RunningService) -> None:
         delta = trainer.rows[table][row].astype(np.float64) - before[table][row]
         assert norm == pytest.approx(float(np.linalg.norm(delta)), rel=1e-6)
     assert len(found) == 14
-
-
-def released(service: RunningService, consumer: str, head: Position) -> dict[str, Any]:
-    """The lag once the release of a version is applied by all."""
-    return wait_for_lag(
-        service,
-        consumer,
-        lambda lag: lag["release"]["version"] == head.number and lag["offset"] == lag["release"]["number"],
-    )
 
 
 def test_a_service_that_has_lost_its_folder_gives_everything_anew(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import TOP, USER, changed, is_due, refuse
+from tests.support.view_scenarios import TOP, USER, changed, is_due
 
 from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
@@ -16,7 +16,6 @@ from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import report
 from deltasync.status.records import ConsumerStatus
-from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 
@@ -91,25 +90,11 @@ async def test_who_has_new_tables_whole_but_not_all_of_the_others_is_not_in_sync
     assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 0, 1)
 
 
-async def test_a_view_that_is_discarded_leaves_nothing_in_the_log(local: LocalModel) -> None:
-    view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 3))
-    await view.make_release(TOP, 0)
-    assert [each for each in local.log.streams() if each.endswith("/top")] == ["heads/top", "releases/top"]
-    ViewLog(local.log, "top").discard()
-    assert not [each for each in local.log.streams() if each.endswith("/top")]
-    assert local.log.items("view/") == {}
-
-
-async def test_without_room_for_a_table_the_view_stays_as_it_was(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_room_for_a_table_the_view_stays_as_it_was(local: LocalModel) -> None:
     view, wide = await local.prepared_view(Policy(tables=("user",), top_k=1)), Policy(top_k=1)
     before = view.position
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.prepare(wide)
+    with local.full_memory(), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.prepare(wide)
     assert (view.position, view.trouble, view.may_serve(wide)) == (before, "the disk is full", True)
     await view.prepare(wide)
     assert (view.trouble, len(view.tables), view.position.number) == ("", 2, before.number + 1)

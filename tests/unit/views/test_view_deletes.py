@@ -19,7 +19,6 @@ from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import ViewLog
 from deltasync.views.table import ReplicaComparison, ViewTable
 from deltasync.views.view import View
 
@@ -73,16 +72,12 @@ async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, polic
     assert [table.checksum for table in view.tables] == checksums
 
 
-async def test_what_belongs_together_is_released_together_or_not_at_all(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_belongs_together_is_released_together_or_not_at_all(local: LocalModel, models: Models) -> None:
     view = await local.prepared_view(TOP)
     position = view.position
     await local.cut(owned({2: 20}))
-    with monkeypatch.context() as patch:
-        patch.setattr(ViewLog, "write", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.make_release(TOP, 0)
+    with local.log_that(refuse), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.make_release(TOP, 0)
     assert view.position == position
     local = await models.open()
     view = local.view()
@@ -95,7 +90,7 @@ async def test_what_belongs_together_is_released_together_or_not_at_all(
 @pytest.mark.parametrize("first", [INT8, Policy(tables=("norm",), top_k=1)])
 @pytest.mark.parametrize("block", [1, 2])
 async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, first: Policy, block: int
+    local: LocalModel, models: Models, first: Policy, block: int
 ) -> None:
     """Whether the rows are new in this form, or both are new; `top_k` leaves other rows for later."""
     await local.add(TableSpec("norm", 1, 1))
@@ -109,7 +104,7 @@ async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
         if turn == block + 1:
             await local.cut(owned({1: 10, 2: 20, 3: 30}))
 
-    before_turns(monkeypatch, local, cut_before)
+    before_turns(local, cut_before)
     await view.prepare(TOP)
     assert turns > block
     await check_owners(view)
@@ -131,16 +126,12 @@ async def test_rows_of_a_map_that_comes_later_go_with_it(models: Models) -> None
     await check_owners(view)
 
 
-async def test_rows_that_a_view_had_no_room_for_go_with_their_map(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_that_a_view_had_no_room_for_go_with_their_map(local: LocalModel) -> None:
     view = await local.prepared_view(TOP)
     await local.model.tables.add([replace(USER, rows=12), replace(MAP, rows=12)], later_run=True)
     await local.cut(owned({8: 80, 9: 90, 10: 100}))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed):
-            await view.prepare(TOP)
+    with local.full_memory(), pytest.raises(StorageFailed):
+        await view.prepare(TOP)
     await view.make_release(TOP, 0)
     await view.prepare(TOP)
     assert view.forms[0].spec.rows == 12

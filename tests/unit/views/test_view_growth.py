@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a_replica, refuse
+from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a_replica
 from tests.unit.views.models import Models
 
 from deltasync.base.errors import StorageFailed
@@ -68,18 +68,14 @@ async def test_only_what_is_new_goes_out(
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_rows_go_out_once_there_is_room_for_them(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, restart: bool
-) -> None:
+async def test_rows_go_out_once_there_is_room_for_them(local: LocalModel, models: Models, restart: bool) -> None:
     """The view goes on meanwhile with the tables that it has."""
     view = await local.prepared_view(INT8)
     await view.make_release(INT8, 0)
     await grow(local, LARGER)
     await local.cut(changed(2, LARGER, 5, 40, 89))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.prepare(INT8)
+    with local.full_memory(), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.prepare(INT8)
     before = view.position.number
     assert view.may_serve(INT8)
     await view.make_release(INT8, 0)
