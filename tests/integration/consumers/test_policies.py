@@ -339,7 +339,7 @@ def test_the_command_line_shows_the_lag_of_a_consumer_with_a_policy(topped: Runn
         }
 
 
-def test_what_is_unsent_is_not_told_as_nothing_after_a_restart(tmp_path: Path) -> None:
+def test_unsent_rows_are_still_reported_after_a_restart(tmp_path: Path) -> None:
     def start() -> RunningService:
         return RunningService(tmp_path / "data", policies={"top": Policy.from_dict(PAUSE)})
 

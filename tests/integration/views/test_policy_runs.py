@@ -1,6 +1,5 @@
 """Consumers with a policy through full disks, lost files, other runs and other forms."""
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from tests.support.fleet import (
     AT_ONCE,
     ITEM,
-    TABLES,
     USER,
     WAIT,
     Recorder,
@@ -20,14 +18,11 @@ from tests.support.fleet import (
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
-from deltasync.base.errors import StorageFailed
-from deltasync.client import Position, Release, Shard
+from deltasync.client import Position, Release
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
-from deltasync.model.model_store import ModelStore
 
 # Streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
@@ -123,36 +118,3 @@ def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None
             wait_until_in_sync(service, "top", trainer.change(20))
             assert rows_of(target.releases[begun]) == 4  # Of 40 dirty rows.
     assert [release.resync for release in target.releases].count(True) == 1
-
-
-def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who joins meanwhile is given that release, beside a table that it does not know of: one of a cut that could
-    not be sealed.
-    """
-
-    def refused(*_: object) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("no seal"))
-        return failed
-
-    late = TableSpec("late", 5, 8)
-    tables = [*TABLES, late]
-    target = Recorder()
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="predictors", replica="slow", budget=1) as slow:
-            slow.until("chunk")
-            shards = [Shard.whole(table) for table in tables]
-            with RankStream(service.grpc, run="r2", started=2, tables=tables, shards=shards) as rank:
-                rank.opened()
-                monkeypatch.setattr(ModelStore, "seal", refused)
-                rows = enumerate(random_rows(2, tables))
-                rank.send(*part(2, [(slot, range(len(some)), some) for slot, some in rows], full=True))
-                assert "no seal" in rank.refusal()[1]
-                with follow(service, "predictors", "fresh", target) as fresh:
-                    fresh.wait_for(1, WAIT)
-                    lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
-    assert target.bytes() == {**trainer.expected(), "late": bytes(5 * 8 * 4)}
-    assert (lag["damages"], lag["replicas"][0]["replica"]) == (0, "fresh")

@@ -71,7 +71,7 @@ def test_time_counts_from_when_all_replicas_held_a_version_exactly() -> None:
     assert seconds_since_held(lines([20], None), 0) == {}, "no replica is connected"
 
 
-def test_time_counts_only_while_all_processes_that_held_the_version_are_connected() -> None:
+def test_time_counts_while_all_processes_that_held_it_are_connected() -> None:
     away = [*lines([20], [21]), *lines(None, first=3), *lines([21], [21], first=4)]
     assert seconds_since_held(away, 0)[20] == 2.0, "the time before and after, without that between"
     another = [*lines([20], [21]), *lines([21], [21], fleet="g", first=3)]

@@ -27,7 +27,7 @@ from deltasync.views.view import View
         (ValueType.INT8, False, {"user": [*range(40)], "item": [*range(30)]}),
     ],
 )
-async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
+async def test_a_replica_that_predates_the_policy_receives_missing_rows(
     local: LocalModel, given: ValueType, behind: bool, lacks: dict[str, list[int]]
 ) -> None:
     """Nothing, if rows are as they were, or what has changed since; everything, if they come in another type."""
@@ -64,7 +64,7 @@ async def lag_at(view: View, release: int) -> ConsumerStatus:
     return report(consumer, view.status(consumer.policy), time.time_ns())
 
 
-async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
+async def test_a_replica_that_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
     """Though it holds rows of the newest version, and none is left."""
     view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 3, 4))
@@ -78,7 +78,7 @@ async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
     assert (await lag_at(view, view.position.number)).state == "in sync"
 
 
-async def test_who_has_new_tables_whole_but_not_all_of_the_others_is_not_in_sync(local: LocalModel) -> None:
+async def test_a_replica_with_only_the_new_tables_whole_is_not_in_sync(local: LocalModel) -> None:
     narrow = Policy(tables=("user",), top_k=1)
     view = await local.prepared_view(narrow)
     await local.cut(changed(1, USER, 3, 4))

@@ -57,7 +57,7 @@ async def check_owners(view: View) -> None:
 
 @pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
 @pytest.mark.parametrize("told", [True, False])
-async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
+async def test_a_replica_with_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
     """Whether the view itself knew of the delete before the policy changed, or not."""
     view = await local.prepared_view(TOP)
     before = view.position.number
@@ -72,7 +72,7 @@ async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, polic
     assert [table.checksum for table in view.tables] == checksums
 
 
-async def test_what_belongs_together_is_released_together_or_not_at_all(local: LocalModel, models: Models) -> None:
+async def test_a_row_and_its_raw_id_are_released_together_or_not_at_all(local: LocalModel, models: Models) -> None:
     view = await local.prepared_view(TOP)
     position = view.position
     await local.cut(owned({2: 20}))
@@ -161,7 +161,7 @@ async def test_a_table_that_was_removed_and_made_again_is_sent_whole(local: Loca
 
 
 @pytest.mark.parametrize("kind", ValueType)
-def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) -> None:
+def test_a_delete_differs_from_zeros_only_for_replicas_with_the_row(kind: ValueType) -> None:
     spec = TableSpec("t", 40, 16)
     zeros, deletes = np.zeros((1, 16), np.float32), RowBatch.deletes(Shard.whole(spec), np.array([3, 9]))
     source = StampedTable(spec)

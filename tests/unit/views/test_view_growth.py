@@ -40,7 +40,7 @@ async def ids_after(view: View, number: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("checkpoint", [False, True])
-async def test_only_what_is_new_goes_out(
+async def test_a_table_that_grows_sends_only_its_new_rows(
     local: LocalModel, models: Models, policy: Policy, checkpoint: bool
 ) -> None:
     view = await local.prepared_view(policy)

@@ -19,7 +19,7 @@ async def _release(local: LocalModel, view: View, seed: int) -> Position:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
+async def test_releases_that_a_restored_copy_lacks_are_recognised(
     tmp_path: Path, local: LocalModel, models: Models, checkpoint: bool
 ) -> None:
     """Also where as many releases, of the same versions, have come since."""
