@@ -27,6 +27,7 @@ from deltasync.base.process import keep_freed_memory
 from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.client.targets.target import Written
 from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.table_form import ReplicaSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
 
@@ -167,8 +168,9 @@ class FleetReplica:
         self._subscriber = Subscriber(options, self)
 
     def apply(self, release: Release) -> None:
-        """Take over values; ids and norms are only counted."""
-        if all(rows.norms is None for rows in release.rows):
+        """Take over values; ids and norms are only counted, and so are rows for quantised modules."""
+        quantised = any(isinstance(each, ReplicaSpec) and each.value_type.tbe_bits for each in release.tables)
+        if not quantised and all(rows.norms is None for rows in release.rows):
             self._tables.apply(release)
         with self._moved:
             self.releases += 1

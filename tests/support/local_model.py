@@ -1,10 +1,13 @@
 """A model in this process: tests add cuts directly, without a rank or a service."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tests.support.seals import sealed
@@ -16,6 +19,7 @@ from deltasync.core.cut_times import StopWatch
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
+from deltasync.core.table_memory import NoTableMemory, TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
@@ -27,6 +31,7 @@ from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
+T = TypeVar("T")
 
 
 def _raise(_: str, error: Exception) -> None:
@@ -45,12 +50,50 @@ async def commit(
     await model.commit(cut, durable, failed, asyncio.Event())
 
 
+class FaultyLog(LmdbStore):
+    """A log that calls `before_append` with the name of a stream, which may wait, raise or return a refusal."""
+
+    before_append: Callable[[str], object] = staticmethod(lambda _stream: None)
+
+    def append(self, stream: str, *arguments: Any, **options: Any) -> Future[None]:
+        note = stream.startswith("heads/") and options.get("patient")  # A view waits for all but notes.
+        if not note and isinstance(refusal := self.before_append(stream), Exception):
+            refused: Future[None] = Future()
+            refused.set_exception(refusal)
+            return refused
+        return super().append(stream, *arguments, **options)
+
+
+class FullMemory(TableMemory):
+    """Memory without room for another table while it is `full`."""
+
+    full = False
+
+    def check(self, nbytes: int, what: str) -> None:
+        if self.full:
+            raise NoTableMemory("the disk is full")
+
+
+class SteppedModel(Model):
+    """A model that awaits `before_turn` with the number of each turn of a release on its thread."""
+
+    before_turn: Callable[[int], Awaitable[None]] | None = None
+    turns = count(1)
+
+    async def on_thread(self, function: Callable[..., T], *args: object) -> T:
+        if self.before_turn and function.__name__ == "_turn":
+            await self.before_turn(next(self.turns))
+        return await super().on_thread(function, *args)
+
+
 class LocalModel:
     """A model, its log and checkpoints in a folder, and its views.
 
     Another one on the same folder simulates a restart.
 
     Attributes:
+        model: the model, a `SteppedModel` unless a test passes its own.
+        log: its log, a `FaultyLog`.
         options: how new views make releases.
         views: the views in use, by consumer.
         lost: why a view could not be restored, by consumer.
@@ -66,9 +109,11 @@ class LocalModel:
         """With `model`, use that model, for example of a service."""
         self.directory, self.options = directory, options
         if model is None:
-            log = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
-            model = Model("clicks", log, CheckpointStore("clicks", Place(str(directory / "checkpoints"))))
-        self.model, self.log = model, model.log
+            log = FaultyLog(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
+            store = CheckpointStore("clicks", Place(str(directory / "checkpoints")))
+            model = SteppedModel("clicks", log, store, FullMemory())
+        self.model: Any = model
+        self.log: Any = model.log
         self.views, self.lost = dict[str, View](), dict[str, str]()
 
     @classmethod
@@ -93,9 +138,24 @@ class LocalModel:
         await view.prepare(policy)
         return view
 
+    @contextmanager
+    def log_that(self, act: Callable[[str], object]) -> Iterator[None]:
+        """Call `act` with the stream's name before each record of a release."""
+        self.log.before_append = lambda stream: act(stream) if stream.startswith(("heads/", "releases/")) else None
+        yield
+        self.log.before_append = lambda _stream: None
+
+    @contextmanager
+    def full_memory(self) -> Iterator[None]:
+        """No table fits into memory."""
+        self.model.memory.full = True
+        yield
+        self.model.memory.full = False
+
     async def checkpoint(self) -> Manifest:
         """Write a checkpoint of the model and its views."""
-        return await self.model.checkpoint(lambda: list(self.views.values()), dict)
+        written: Manifest = await self.model.checkpoint(lambda: list(self.views.values()), dict)
+        return written
 
     async def cut(self, changes: Mapping[str, Rows]) -> None:
         """Publish some rows, by table and id, as the next version."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.wire import random_rows
@@ -107,16 +106,18 @@ def small_blocks(nbytes: int) -> ReleaseOptions:
     return ReleaseOptions(turn_seconds=0, copied_bytes=nbytes, compared_bytes=nbytes)
 
 
-def before_turns(patch: pytest.MonkeyPatch, local: LocalModel, act: Callable[[int], Awaitable[None]]) -> None:
-    """Call `act` with its number before each turn of a release on the model's thread."""
-    on_thread, turns = local.model.on_thread, count(1)
+class before_turns:  # noqa: N801
+    """Await `act` with its number before each turn of a release; as a context, until it ends."""
 
-    async def interposed(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "_turn":
-            await act(next(turns))
-        return await on_thread(function, *arguments)
+    def __init__(self, local: LocalModel, act: Callable[[int], Awaitable[None]]) -> None:
+        self._model = local.model
+        self._model.before_turn, self._model.turns = act, count(1)
 
-    patch.setattr(local.model, "on_thread", interposed)
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self._model.before_turn = None
 
 
 def refuse(*_: object) -> None:

@@ -17,8 +17,7 @@ from deltasync.api.requests import (
 )
 from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.consumers.follow import RolloutDelay
-from deltasync.consumers.serving_history import HistoryPage
+from deltasync.consumers.follow import HistoryPage, RolloutDelay
 from deltasync.status.answers import LagHistory, Sampler
 from deltasync.status.records import ConsumerStatus
 

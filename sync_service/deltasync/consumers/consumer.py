@@ -1,20 +1,128 @@
-"""A consumer, its replicas, and the verification of their rows."""
+"""A consumer, its pause, its replicas, and the verification of their rows."""
 
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from deltasync.base.arguments import check_name
-from deltasync.base.clock import steady_ns
+from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
+from deltasync.base.words import LONGEST_TEXT, utc
 from deltasync.consumers.follow import Follow, Objection, RolloutDelay
-from deltasync.consumers.pause import Pause, joined
 from deltasync.core.comparison import TableComparison
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Versions that are withheld from consumers.
+
+    Attributes:
+        first, newest: the first and the newest of these versions; others between them may be good.
+        versions: their number.
+        reason: why the first one is withheld.
+    """
+
+    first: int
+    newest: int
+    versions: int
+    reason: str
+
+    @property
+    def description(self) -> str:
+        """The versions and the reason, in a line of bounded length."""
+        several = f"{self.versions} versions from {self.first} to {self.newest} are"
+        which = f"version {self.first} is" if self.versions == 1 else several
+        return f"{which} in quarantine: {self.reason}"[:LONGEST_TEXT]
+
+
+def extended(before: Quarantine | None, version: int, reason: str) -> Quarantine:
+    """Add a version to a quarantine. It may already be there, after a failed attempt to seal it."""
+    if before is None:
+        return Quarantine(version, version, 1, reason[:LONGEST_TEXT])
+    if version <= before.newest:
+        return before
+    return replace(before, newest=version, versions=before.versions + 1)
+
+
+# The author of changes that the service makes by itself.
+ITSELF = "the service itself"
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A pause of a consumer: its replicas keep their rows.
+
+    Attributes:
+        since_unix_ns: when it began, nanoseconds since 1970.
+        by: name of the person or program that requested it.
+        reason: their reason; may be empty.
+        quarantine: versions that are withheld from the consumer; None if there are none.
+        since_ns: when it began, by `steady_ns`; None if that was before the service started.
+
+    Raises:
+        InvalidInput: the reason is too long, or is not printable.
+    """
+
+    since_unix_ns: int
+    by: str
+    reason: str = ""
+    quarantine: Quarantine | None = None
+    since_ns: int | None = field(default=None, compare=False)
+
+    @classmethod
+    def now(cls, by: str, reason: str = "", quarantine: Quarantine | None = None) -> "Pause":
+        """A pause that begins now."""
+        now = Moment.now()
+        return cls(now.unix_ns, by, reason, quarantine, now.steady_ns)
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > LONGEST_TEXT or not self.reason.isprintable():
+            raise InvalidInput(f"reason: use at most {LONGEST_TEXT} printable characters in one line")
+
+    @property
+    def why(self) -> str:
+        """All reasons; may be empty."""
+        withheld = self.quarantine.description if self.quarantine else ""
+        return "; ".join(filter(None, [withheld, self.reason]))[:LONGEST_TEXT]
+
+    @property
+    def description(self) -> str:
+        """The start, the author and the reason, in words."""
+        return f"paused since {utc(self.since_unix_ns)} by {self.by}{f': {self.why}' if self.why else ''}"
+
+    def behind_ns(self, next_sealed: Moment | None, min_interval_seconds: float) -> int:
+        """Nanoseconds by which a replica was behind when the pause began, `min_interval_seconds` after the version
+        that it lacks was sealed, if there is one. The pause itself does not count.
+        """
+        if next_sealed is None:
+            return 0
+        began = Moment(self.since_unix_ns, self.since_ns)
+        return max(0, began.after_ns(next_sealed) - int(min_interval_seconds * 1e9))
+
+
+def joined(before: Pause | None, now: Pause) -> Pause:
+    """Join the pause of a consumer that is paused again: the earlier one continues, with both reasons."""
+    if before is None:
+        return now
+    before = replace(before, quarantine=now.quarantine or before.quarantine)
+    if now.reason in before.reason:
+        return before
+    return replace(before, reason="; ".join(filter(None, [now.reason, before.reason]))[:LONGEST_TEXT])
+
+
+def pause_of_record(fields: Mapping[str, Any] | None) -> Pause | None:
+    """The pause in a record of a consumer. Its `since_ns` was of an earlier process."""
+    if fields is None:
+        return None
+    quarantine = Quarantine(**fields["quarantine"]) if fields["quarantine"] else None
+    return Pause(**{**fields, "quarantine": quarantine, "since_ns": None})
+
 
 # Requests count from a random number of this many bits, because a replica may remember those of another process.
 _BITS = 62
@@ -24,12 +132,7 @@ _REMEMBERED_VERSIONS = 64
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of reading a replica's rows again.
-
-    Attributes:
-        version: version of the model to which the rows belong.
-        tables: the tables of its consumer.
-    """
+    """The result of reading a replica's rows again, as of a version of the model."""
 
     version: int
     tables: Sequence[TableComparison]
@@ -38,9 +141,7 @@ class VerificationResult:
 class ReplicaVerification:
     """Verification requests to one replica and its answers, across its streams. Used in the event loop.
 
-    Attributes:
-        signal: wakes with each request, each progress report and each answer.
-        rows: number of rows read so far, and of all rows.
+    `signal` wakes with each request, report and answer. `rows` are the numbers of rows read, and of all rows.
     """
 
     def __init__(self) -> None:
@@ -73,11 +174,7 @@ class ReplicaVerification:
             self.signal.wake()
 
     def answer_to(self, number: int) -> VerificationResult | None:
-        """The answer to a request, or None while it is unanswered.
-
-        Raises:
-            DeltasyncError: the replica could not answer it.
-        """
+        """The answer to a request, or None while it is unanswered; raises why the replica could not answer it."""
         if self._answered < number:
             return None
         if isinstance(self._result, DeltasyncError):
@@ -87,10 +184,7 @@ class ReplicaVerification:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A replica connected with rows of a discarded history at position `held`.
-
-    The service has been replacing them since `since_ns`, by `steady_ns`.
-    """
+    """Rows of a discarded history at position `held`, which the service replaces since `since_ns`."""
 
     held: Position
     since_ns: int
@@ -177,15 +271,10 @@ class ConsumerOptions:
 
     @classmethod
     def described(cls, name: str, model: object, policy: object) -> "ConsumerOptions":
-        """Read the options of consumer `name` from JSON or TOML.
-
-        Raises:
-            InvalidInput: an invalid name or policy.
-        """
+        """Read the options of consumer `name` from JSON or TOML."""
         if not isinstance(model, str):
-            raise InvalidInput(
-                "model: expected the name of a model" + (f", got {model!r}" if model is not None else "")
-            )
+            got = f", got {model!r}" if model is not None else ""
+            raise InvalidInput(f"model: expected the name of a model{got}")
         if not isinstance(policy, Mapping):
             raise InvalidInput("policy: expected an object")
         return cls(check_name("consumer", name), check_name("model", model), Policy.from_dict(policy))
@@ -246,16 +335,6 @@ class Consumer:
     def distance(self) -> RolloutDelay | None:
         """How it follows another consumer; None if it does not."""
         return self.follows.distance if self.follows else None
-
-    @property
-    def follows_words(self) -> str:
-        """What it follows, and why it goes on to no later version; empty if it follows the newest version."""
-        return "; ".join(filter(None, [self.follows.description, self.waits])) if self.follows else ""
-
-    @property
-    def objects_words(self) -> str:
-        """Its objection in force, in words; empty without one."""
-        return self.objection.description if self.objection and self.objection.in_force else ""
 
     def add_pause(self, pause: Pause) -> None:
         """Pause it; an earlier pause stays in force, with both reasons."""

@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from deltasync.base.events import EventKind, Events
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.follow import follow_of_record, follow_record, objection_of_record
-from deltasync.consumers.pause import pause_of_record, pause_record
+from deltasync.consumers.consumer import Consumer, Replica, pause_of_record
+from deltasync.consumers.follow import Objection, follow_of_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore
@@ -18,8 +18,11 @@ from deltasync.log.records import pack_json, reading, unpack_json
 
 # Offsets in one write, which takes a millisecond of the event loop and of a commit.
 _AT_ONCE = 128
-# Length of a pause as a multiple of the write before it, and the longest pause.
-_PAUSES, _LONGEST_PAUSE_SECONDS = 9, 1.0
+
+
+def pause_after(seconds: float) -> float:
+    """Seconds to wait after a write that took `seconds`, which limits writing to a tenth of the time."""
+    return min(9 * seconds, 1.0)
 
 
 class OffsetLog:
@@ -30,9 +33,15 @@ class OffsetLog:
     recorded offset, or reports a newer one.
     """
 
-    def __init__(self, log: LogStore, events: Events, names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        log: LogStore,
+        events: Events,
+        names: Iterable[str],
+        pause_after: Callable[[float], float] = pause_after,
+    ) -> None:
         """`names` are the names of the records in the log, see `offset_name`."""
-        self._log, self._events = log, events
+        self._log, self._events, self._pause_after = log, events, pause_after
         self._recorded = set(names)  # Names of records that may be in the log.
         self._moved: dict[str, Replica] = {}  # By the record's name.
         self._resting = False  # During a write and the pause after it.
@@ -51,14 +60,14 @@ class OffsetLog:
         if name in self._recorded:
             self._write({name: None})
 
-    def forgotten(self, consumer: str, replica: str) -> Mapping[str, None]:
-        """Forget the offset of a replica; return its record, which the caller removes."""
-        return self._forgotten([offset_name(consumer, replica)])
-
-    def all_forgotten(self, consumer: str) -> Mapping[str, None]:
-        """Forget all offsets of a consumer; return their records, which the caller removes."""
-        names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, "")
-        return self._forgotten([name for name in names if name.startswith(prefix)])
+    def forgotten(self, consumer: str, replica: str | None = None) -> Mapping[str, None]:
+        """Forget the offset of a replica, or of all; return their records, which the caller removes."""
+        names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, replica or "")
+        records = {name: None for name in names if (name == prefix if replica else name.startswith(prefix))}
+        for name in records:
+            self._moved.pop(name, None)
+            self._recorded.discard(name)
+        return records
 
     def write_all(self) -> None:
         """Submit all offsets before the log is closed. The last call."""
@@ -73,19 +82,14 @@ class OffsetLog:
         if self._last:
             await asyncio.wait({self._last})
 
-    def _forgotten(self, names: Iterable[str]) -> Mapping[str, None]:
-        for name in (records := dict.fromkeys(names)):
-            self._moved.pop(name, None)
-            self._recorded.discard(name)
-        return records
-
     def _write_some(self) -> None:
         self._resting = True
-        begun = time.monotonic()
-        self._submit().add_done_callback(lambda _: self._rest(time.monotonic() - begun))
+        loop, begun = asyncio.get_running_loop(), time.monotonic()
 
-    def _rest(self, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(pause_after(seconds), self._go_on)
+        def rest(_written: object) -> None:
+            loop.call_later(self._pause_after(time.monotonic() - begun), self._go_on)
+
+        self._submit().add_done_callback(rest)
 
     def _go_on(self) -> None:
         self._resting = False
@@ -111,76 +115,57 @@ class OffsetLog:
             self._events.emit(EventKind.FAILED, text, error, record=names[0])
 
 
-def pause_after(seconds: float) -> float:
-    """Seconds to wait after a write that took `seconds`, which limits writing to a tenth of the time."""
-    return min(_PAUSES * seconds, _LONGEST_PAUSE_SECONDS)
-
-
 def offset_name(consumer: str, replica: str) -> str:
     """The name of the record of a replica's offset."""
     return f"offset/{consumer}/{replica}"
 
 
 def recorded_offsets(log: LogStore, consumer: str) -> dict[str, Replica]:
-    """The replicas of a consumer whose offsets are in the log, by name.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
-    records = log.items(offset_name(consumer, ""))
-    return {name: _recorded_replica(consumer, name, record) for name, record in records.items()}
-
-
-def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
-    with reading(f"record {offset_name(consumer, name)}"):
-        offset = unpack_json(record)
-        position = Position(offset["history"], offset["version"], offset["seal"])
-        return Replica(name, position, offset["acked_unix_ns"], has_held=True)
+    """The replicas of a consumer whose offsets are in the log, by name."""
+    replicas = dict[str, Replica]()
+    for name, record in log.items(offset_name(consumer, "")).items():
+        with reading(f"record {offset_name(consumer, name)}"):
+            offset = unpack_json(record)
+            position = Position(offset["history"], offset["version"], offset["seal"])
+            replicas[name] = Replica(name, position, offset["acked_unix_ns"], has_held=True)
+    return replicas
 
 
 def _offset_record(replica: Replica) -> dict[str, Any]:
-    applied = replica.applied
-    return {
-        "history": applied.history,
-        "version": applied.number,
-        "seal": applied.seal,
-        "acked_unix_ns": replica.acked_unix_ns,
-    }
+    applied, acked_unix_ns = replica.applied, replica.acked_unix_ns
+    position = {"history": applied.history, "version": applied.number, "seal": applied.seal}
+    return position | {"acked_unix_ns": acked_unix_ns}
 
 
 def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
-    """The consumers in a log, with the offsets of their replicas. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The consumers in a log, with the offsets of their replicas. Blocks."""
     return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
 
 
 def consumer_record(consumer: Consumer) -> dict[str, Any]:
     """The record of a consumer."""
-    record = {
+    pause, follows, objection = consumer.pause, consumer.follows, consumer.objection
+    return {
         "model": consumer.model,
         "created_unix_ns": consumer.created_unix_ns,
         "policy": consumer.policy.as_dict(),
+        "pause": asdict(pause) if pause else None,
+        "follows": asdict(follows) if follows else None,
+        "objection": asdict(objection) if objection else None,
     }
-    return record | pause_record(consumer.pause) | follow_record(consumer.follows, consumer.objection)
 
 
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     replicas = recorded_offsets(log, name)
     with reading(f"record consumer/{name}"):
         fields = unpack_json(record)
-        policy = Policy.from_dict(fields["policy"])
-        pause, follows = pause_of_record(fields), follow_of_record(fields)
-        objection = objection_of_record(fields)
         return Consumer(
             name,
             fields["model"],
             fields["created_unix_ns"],
-            policy,
+            Policy.from_dict(fields["policy"]),
             replicas,
-            pause=pause,
-            follows=follows,
-            objection=objection,
+            pause=pause_of_record(fields["pause"]),
+            follows=follow_of_record(fields["follows"]),
+            objection=Objection(**fields["objection"]) if fields["objection"] else None,
         )

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 from deltasync.access.limits import Limits
 from deltasync.base.arguments import check_name
@@ -21,28 +22,15 @@ from deltasync.base.errors import (
 )
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.follow import Follow, Objection
+from deltasync.consumers.consumer import ITSELF, Consumer, Pause, Quarantine, Replica, extended
+from deltasync.consumers.follow import Follow, Objection, history_stream
 from deltasync.consumers.offsets import OffsetLog, consumer_record, offset_name, recorded_consumers
-from deltasync.consumers.pause import (
-    ITSELF,
-    Pause,
-    Quarantine,
-    extended,
-    quarantine_of_record,
-    quarantine_record,
-)
-from deltasync.consumers.serving_history import history_stream
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LAST_NUMBER, Logs, LogStore
 from deltasync.log.records import pack_json, reading, unpack_json
 
 _LONGEST_INSTANCE = 64
-
-
-def _nowhere(_consumer: str) -> None:
-    """No other process owns consumers."""
 
 
 class ConsumerRegistry:
@@ -63,7 +51,7 @@ class ConsumerRegistry:
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers = dict[str, Consumer]()
         self._limits.count("consumers", partial(len, self.consumers))
-        self.elsewhere: Callable[[str], DeltasyncError | None] = _nowhere
+        self.elsewhere: Callable[[str], DeltasyncError | None] = lambda _name: None
         self._offsets = dict[LogStore, OffsetLog]()
         for log in logs.each():
             self.have(recorded_consumers(log), log)
@@ -83,10 +71,7 @@ class ConsumerRegistry:
             consumer.signal.wake()
 
     def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
-        """Remove the consumers of a model that another process takes over, and end their streams.
-
-        Write their offsets if `written`.
-        """
+        """Remove the consumers of a model that another process takes over; write their offsets if `written`."""
         self.end_streams(model)
         for consumer in self.of_model(model):
             del self.consumers[consumer.name]
@@ -95,12 +80,7 @@ class ConsumerRegistry:
             offsets.write_all()
 
     def get(self, name: str) -> Consumer:
-        """The consumer of that name.
-
-        Raises:
-            NotFound: no consumer has that name; the message lists the others.
-            NotOwner: another process owns its model.
-        """
+        """The consumer of that name."""
         if name not in self.consumers:
             if not_here := self.elsewhere(name):
                 raise not_here
@@ -120,11 +100,6 @@ class ConsumerRegistry:
         """Create a consumer. If it exists with the same policy, do nothing.
 
         If a version of the model is in quarantine, the consumer begins paused.
-
-        Raises:
-            InvalidInput: an invalid name.
-            Contradiction: it exists for another model, or with another policy.
-            LimitReached: there would be too many consumers.
         """
         check_name("consumer", name)
         check_name("model", model)
@@ -150,27 +125,14 @@ class ConsumerRegistry:
             return consumer
 
     async def update(self, name: str, policy: Policy) -> Consumer:
-        """Change the policy of a consumer.
-
-        Raises:
-            NotFound: no consumer has that name.
-        """
-        async with self._creating:
-            consumer = self.get(name)
-            if consumer.policy != policy:
-                await self._write(replace(consumer, policy=policy))
-                consumer.policy = policy
-                consumer.signal.wake()
-            return consumer
+        """Change the policy of a consumer."""
+        return await self._change(name, policy=policy)
 
     async def pause(self, name: str, pause: Pause) -> Consumer:
         """Pause a consumer; the pause is durable once this returns.
 
-        An earlier pause keeps its start and its author, and gets both reasons.
-
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: the pause could not be written; it lasts until the service ends.
+        An earlier pause keeps its start and its author, and gets both reasons. If the log refuses the pause, it
+        lasts until the service ends.
         """
         self.get(name).add_pause(pause)  # Effective at once, before any wait.
         async with self._creating:
@@ -180,44 +142,32 @@ class ConsumerRegistry:
         return consumer
 
     async def follow(self, name: str, follows: Follow | None) -> Consumer:
-        """Let a consumer follow a kept version, or the newest one; durable once this returns.
-
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: the change could not be written; nothing changed.
-        """
-        async with self._creating:
-            consumer = self.get(name)
-            await self._write(replace(consumer, follows=follows))
-            consumer.follows = follows
-            consumer.signal.wake()
-            return consumer
+        """Let a consumer follow a kept version, or the newest one; durable once this returns."""
+        return await self._change(name, follows=follows)
 
     async def object(self, name: str, objection: Objection) -> Consumer:
-        """Set the last objection of a consumer; durable once this returns.
+        """Set the last objection of a consumer; durable once this returns."""
+        return await self._change(name, objection=objection)
 
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: it could not be written; nothing changed.
-        """
+    async def _change(self, name: str, **fields: Any) -> Consumer:
         async with self._creating:
             consumer = self.get(name)
-            await self._write(replace(consumer, objection=objection))
-            consumer.objection = objection
+            changed = replace(consumer, **fields)
+            if changed != consumer:
+                await self._write(changed)
+                vars(consumer).update(fields)
+                consumer.signal.wake()
             return consumer
 
     async def hold_back(self, model: str, version: int, reason: str) -> None:
         """Put a version of a model in quarantine; durable once this returns.
 
         This pauses all consumers of the model, and each new one until operators have resumed all of them. An
-        earlier pause keeps its author.
-
-        Raises:
-            StorageFailed: the quarantine could not be written; it lasts until the service ends.
+        earlier pause keeps its author. If the log refuses the quarantine, it lasts until the service ends.
         """
         async with self._creating:
             quarantine = extended(self.quarantine_of(model), version, reason)
-            record = pack_json(quarantine_record(quarantine))
+            record = pack_json(asdict(quarantine))
             written = [asyncio.wrap_future(self._logs.of(model).put(f"quarantine/{model}", record))]
             for consumer in self.of_model(model):
                 before, pause = consumer.pause, Pause.now(ITSELF, quarantine=quarantine)
@@ -231,7 +181,7 @@ class ConsumerRegistry:
         """The versions of a model in quarantine; None if there are none."""
         record = self._logs.of(model).items(f"quarantine/{model}").get("")
         with reading(f"record quarantine/{model}"):
-            return quarantine_of_record(unpack_json(record)) if record else None
+            return Quarantine(**unpack_json(record)) if record else None
 
     async def _end_quarantine(self, model: str) -> None:
         """End a model's quarantine once operators have resumed all of its consumers."""
@@ -244,12 +194,7 @@ class ConsumerRegistry:
                 self._events.emit(EventKind.FAILED, text, error, record=f"quarantine/{model}")
 
     async def resume(self, name: str, prepare: Callable[[Consumer], Awaitable[None]]) -> Consumer:
-        """Resume a consumer after `prepare` has rebuilt its feed.
-
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: the change could not be written, or `prepare` failed; the consumer stays paused.
-        """
+        """Resume a consumer after `prepare` has rebuilt its feed. After an error, it stays paused."""
         async with self._creating:
             consumer = self.get(name)
             pause = consumer.pause
@@ -267,29 +212,19 @@ class ConsumerRegistry:
             return consumer
 
     async def delete(self, name: str) -> None:
-        """Delete a consumer and its offsets.
-
-        Raises:
-            NotFound: no consumer has that name.
-        """
+        """Delete a consumer and its offsets."""
         consumer = self.get(name)
         del self.consumers[name]
         consumer.end_streams()
         log = self._logs.of(consumer.model)
-        offsets = self._offsets[log].all_forgotten(name)
+        offsets = self._offsets[log].forgotten(name)
         log.truncate(history_stream(name), LAST_NUMBER)
         await asyncio.wrap_future(log.put_all({**offsets, f"consumer/{name}": None}))
 
     def connect(
         self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
     ) -> Replica:
-        """Record that a replica with the identity `by` opened a stream, which replaces an older one of its name.
-
-        Raises:
-            InvalidInput: an invalid name, or an instance that is too long.
-            ServiceUnavailable: a replica of that name with another identity is connected.
-            LimitReached: the consumer would have too many replicas.
-        """
+        """Record that a replica with identity `by` opened a stream, which replaces an older one of its name."""
         if len(instance) > _LONGEST_INSTANCE:
             raise InvalidInput(f"instance: use at most {_LONGEST_INSTANCE} characters")
         replica = consumer.replicas.get(check_name("replica", name)) or Replica(name)
@@ -307,10 +242,7 @@ class ConsumerRegistry:
             replica.held.clear()
         consumer.replicas[name] = replica
         replica.end_stream()
-        replica.stream = stream
-        replica.instance = instance
-        replica.since_ns = steady_ns()
-        replica.by = by
+        replica.stream, replica.instance, replica.by, replica.since_ns = stream, instance, by, steady_ns()
         consumer.signal.wake()
         return replica
 
@@ -324,44 +256,33 @@ class ConsumerRegistry:
         forget: bool = False,
         expected: bool = False,
     ) -> None:
-        """Record that a stream of a replica ended, and why.
+        """Record why a stream of a replica ended. Forget a guest, and a replica that will not return (`forget`).
 
-        Forget a replica that will not return (`forget`), and a guest. Also forget one that never had a version,
-        unless it is `expected` to return because the service ended the stream: otherwise clients could fill the
-        consumer with unused names.
+        Also forget one that never had a version, unless it is `expected` to return because the service ended its
+        stream. Otherwise clients could fill the consumer with unused names.
         """
         if replica.stream is not stream:
             return
-        replica.stream = None
-        replica.since_ns = steady_ns()
-        replica.left = why
+        replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
         unused = not (replica.has_held or expected)
         if (forget or unused or replica.guest) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:
-        """Forget a replica that is away; durable once this returns.
-
-        Raises:
-            NotFound: there is no such consumer, or no such replica of it.
-            Contradiction: it is connected.
-        """
+        """Forget a replica that is away; durable once this returns."""
         consumer = self.get(name)
         if replica not in consumer.replicas:
             names = f"; replicas: {listed(consumer.replicas) or 'none'}"
             raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=names)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
-        self._remove(consumer, replica)
+        del consumer.replicas[replica]
+        consumer.signal.wake()
         log = self._logs.of(consumer.model)
         await asyncio.wrap_future(log.put_all(self._offsets[log].forgotten(name, replica)))
 
     def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
-        """Forget a replica that says goodbye without a stream, unless another one of its name connected since.
-
-        Raises:
-            NotPermitted: it belongs to another identity than `by`.
-        """
+        """Forget a replica that says goodbye without a stream, unless another one of its name connected since."""
         consumer = self.consumers.get(name)
         present = consumer.replicas.get(replica) if consumer else None
         if present and present.by not in (None, by):
@@ -407,12 +328,9 @@ class ConsumerRegistry:
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
     def _forget(self, consumer: Consumer, name: str) -> None:
-        self._remove(consumer, name)
-        self._offsets[self._logs.of(consumer.model)].forget(consumer.name, name)
-
-    def _remove(self, consumer: Consumer, replica: str) -> None:
-        del consumer.replicas[replica]
+        del consumer.replicas[name]
         consumer.signal.wake()
+        self._offsets[self._logs.of(consumer.model)].forget(consumer.name, name)
 
     def _write(self, consumer: Consumer) -> "asyncio.Future[None]":
         record = pack_json(consumer_record(consumer))
@@ -420,10 +338,7 @@ class ConsumerRegistry:
 
 
 def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
-    """The number of a position in `history`; 0 if it belongs to another or a discarded history.
-
-    `seal_of` returns the seal of a number, or 0 if the number has none.
-    """
+    """The number of a position in `history`, whose numbers have the seals `seal_of`; 0 if it is in another one."""
     if position.history != history:
         return 0
     seal = seal_of(position.number) if position.seal else 0
@@ -437,10 +352,7 @@ def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable
 
 
 def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
-    """Names of replicas that were away for longer than the retention. The last replica of a consumer is kept.
-
-    `now_ns` is by `steady_ns`, which a change of the clock does not affect.
-    """
+    """Names of replicas that were away for longer than the retention, except the last replica of a consumer."""
     present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
     away = [replica for replica in replicas if replica.stream is None]
     away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))

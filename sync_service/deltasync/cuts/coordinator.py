@@ -12,7 +12,7 @@ from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events, error_text
-from deltasync.consumers.pause import Quarantine
+from deltasync.consumers.consumer import Quarantine
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.cut_times import StopWatch
 from deltasync.core.position import Position

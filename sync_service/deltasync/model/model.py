@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
-from deltasync.base.errors import ServiceUnavailable, StorageFailed
+from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, SET_BY_EVENT_LOOP, after, confined, in_own_thread
 from deltasync.base.waiting import Signal, backoff, first_of
 from deltasync.checkpoints.chunks import LogRecord
-from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.manifest import Manifest, TableKey
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
 from deltasync.core.cut_times import CutTimes, RecentCuts, StopWatch
@@ -31,12 +31,13 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, seal_of
-from deltasync.core.table_form import TableForm
+from deltasync.core.stamped_table import StampedTable
+from deltasync.core.table_form import TableForm, spec_of_record
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LAST_NUMBER, LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
-from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows
+from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows, key_of
 from deltasync.model.feed import FeedStatus, TableStatus, ViewStorage, table_status
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
 from deltasync.model.recovery import ModelRecovery, ViewRecovery
@@ -369,6 +370,37 @@ class Model:
         for each in views:
             if (state := upto.states.get(each.owner)) is not None:
                 each.truncate_log(state)
+
+    def load_kept(
+        self,
+        id: str,  # noqa: A002
+        policy: Policy,
+        *,
+        replaying: bool = False,
+    ) -> dict[TableKey, StampedTable]:
+        """Load the tables of a kept version that a policy selects, as large as the model's are now. Blocks; any
+        thread may call it. A replay leaves out tables that the model no longer has.
+
+        Raises:
+            InvalidInput: the version has a table that the model no longer has, or that does not fit the policy.
+            StorageFailed: the checkpoint is missing, damaged, or cannot be read at present; or there is no room.
+        """
+        manifest = self.checkpoints.manifest_of(id)
+        present = {key_of(table): table for table in self.tables}
+        loaded = dict[TableKey, StampedTable]()
+        for entry in manifest.tables:
+            if entry.key.owner != MODEL_OWNER or not policy.follows(spec_of_record(entry.record)):
+                continue
+            if table := present.get(entry.key):
+                policy.form_of(table.spec).check()
+                loaded[entry.key] = StampedTable(table.spec, self.memory, table.removed_before)
+            elif not replaying:
+                raise InvalidInput(
+                    f"version {manifest.version} of model {self.name!r} has table {entry.key.name!r} from before "
+                    "it was deleted, and nothing can go back beyond that: use a later version"
+                )
+        self.checkpoints.load(manifest, [loaded.get(entry.key) for entry in manifest.tables], note_use=False)
+        return loaded
 
     # Recovery.
 

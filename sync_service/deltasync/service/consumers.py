@@ -7,8 +7,7 @@ from deltasync.base.arguments import check_name
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, LimitReached, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.consumer import ITSELF, Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.log.volume import VolumeFailed

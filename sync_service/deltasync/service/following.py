@@ -8,11 +8,18 @@ from deltasync.base.clock import Moment
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.events import EventKind, Events
 from deltasync.checkpoints.kept_version import KeptVersion, find_kept
-from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.follow import LIVE, Follow, Objection, RolloutDelay, check_past, next_version
-from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.consumer import ITSELF, Consumer
+from deltasync.consumers.follow import (
+    LIVE,
+    REPEAT_SECONDS,
+    Follow,
+    HistoryLine,
+    Objection,
+    RolloutDelay,
+    check_past,
+    next_version,
+)
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.consumers.serving_history import REPEAT_SECONDS, HistoryLine
 from deltasync.model.model import Model
 from deltasync.service.consumers import Consumers
 from deltasync.service.kept_versions import SHARE_OF_DISTANCE, kept_of

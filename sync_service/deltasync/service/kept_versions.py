@@ -13,8 +13,7 @@ from deltasync.base.threads import in_own_thread
 from deltasync.base.words import listed
 from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.consumers.consumer import Consumer
-from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.consumer import ITSELF, Consumer
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.model.model import Model
 from deltasync.service.checkpoints import Checkpoints
@@ -128,8 +127,8 @@ class Versions:
         """The same for all kept versions of a model, by the ids of their checkpoints."""
         names = defaultdict[str, list[str]](list)
         for consumer in self._registry.of_model(model):
-            for each in sorted(consumer.follows.ids) if consumer.follows else ():
-                names[each].append(consumer.name)
+            for kept in consumer.follows.versions if consumer.follows else ():
+                names[kept.id].append(consumer.name)
         return {id: sorted(some) for id, some in names.items()}  # noqa: A001
 
     async def run(self) -> None:

@@ -13,8 +13,7 @@ from deltasync.base.logs import Progress
 from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import first_of
 from deltasync.base.words import counted, listed
-from deltasync.consumers.consumer import Consumer, Replica, VerificationResult
-from deltasync.consumers.pause import ITSELF, Pause
+from deltasync.consumers.consumer import ITSELF, Consumer, Pause, Replica, VerificationResult
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.comparison import ComparisonStatus
 from deltasync.core.rows import DeleteRequest

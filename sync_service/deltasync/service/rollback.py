@@ -28,7 +28,6 @@ from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
 from deltasync.service.kept_versions import kept_of
 from deltasync.service.models import Models, ranks_of
-from deltasync.views.kept_tables import load_kept
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
 # Values in one record of the log; ids and digests come on top.
@@ -68,7 +67,7 @@ async def roll_back(
     model, coordinator = models.model(name), ranks_of(models, name)
     kept = find_kept(await kept_of(model), name, version)
     check_past(kept, model.seals)
-    tables = await in_own_thread(load_kept, model, kept.id, Policy())
+    tables = await in_own_thread(model.load_kept, kept.id, Policy())
     rolling_back = _roll_back(model, coordinator, kept, tables, events, by, accept_any=accept_any)
     # A cut that is being sealed cannot be cancelled, and only its end shows which run may publish.
     return await asyncio.shield(asyncio.create_task(rolling_back))

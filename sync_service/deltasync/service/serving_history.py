@@ -12,8 +12,7 @@ from deltasync.base.clock import Moment
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.registry import ConsumerRegistry, offset_in
-from deltasync.consumers.serving_history import (
+from deltasync.consumers.follow import (
     REPEAT_SECONDS,
     HistoryLine,
     HistoryPage,
@@ -22,6 +21,7 @@ from deltasync.consumers.serving_history import (
     page_of,
     read_lines,
 )
+from deltasync.consumers.registry import ConsumerRegistry, offset_in
 from deltasync.core.table_form import Mode
 from deltasync.log.log_store import LogStore
 from deltasync.model.feed import Feed

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deltasync.base.clock import Moment, steady_ns
-from deltasync.base.words import are, counted, duration, listed
+from deltasync.base.words import are, counted, duration, listed, utc
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.consumers.registry import consumer_offset, offset_in
 from deltasync.core.cut_times import DeliveryDurations
@@ -52,11 +52,13 @@ def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the last cut was refused: {status.refused}"
     if status.unsaved:
         reason = f"{reason}; checkpoints fail: {status.unsaved}"
-    follows, objects = consumer.follows_words, consumer.objects_words
+    kept, objection = consumer.follows, consumer.objection
+    follows = "; ".join(filter(None, [kept.description, consumer.waits])) if kept else ""
+    objects = objection.description if objection and objection.in_force else ""
     reason = "; ".join(filter(None, [reason, follows and f"follows {follows}", objects]))
     paused = None
     if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
-        paused = PauseStatus(pause.since, pause.by, pause.why, otherwise=state)
+        paused = PauseStatus(utc(pause.since_unix_ns), pause.by, pause.why, otherwise=state)
         state, reason = "paused", f"{pause.description}; otherwise {state}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
     lines = [_table_line(table, rows, status, now_unix_ns) for table, rows in pairs]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
 from typing import TypeVar
@@ -18,7 +19,6 @@ from deltasync.kernels.dirty_rows import rank_rows, take_largest
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.uint64]
-Numbers = NDArray[np.int64]
 N = TypeVar("N", bound=np.generic)
 
 # Number of newest versions from which to estimate their pace.
@@ -30,15 +30,14 @@ class ReleaseOptions:
     """How often releases are made, and for how long cuts wait for one.
 
     Attributes:
-        shortest_seconds: the shortest pause between releases without a new version, since versions may come in a
-            burst.
-        longest_seconds: the longest one, since versions may come hours apart.
+        shortest_seconds: shortest pause between releases without a new version; versions may come in a burst.
+        longest_seconds: longest such pause; versions may come hours apart.
         retry_seconds: pause before the next attempt to make the tables of a policy.
         turn_seconds: a cut waits for at most this time and one block.
         copied_bytes: size of a block of rows that are copied into new tables.
         compared_bytes: size of a block of rows that are compared, which is faster.
         updated_bytes: size of a block of rows that are updated.
-        known_releases: number of newest releases whose version and seal are kept. They are unknown for older ones.
+        known_releases: number of newest releases whose version and seal are kept.
     """
 
     shortest_seconds: float = 0.1
@@ -98,8 +97,8 @@ def next_action(
 ) -> NextAction:
     """Decide what to do next for a consumer's view.
 
-    Nothing is released while the consumer is paused or nobody listens. A release that the log refused comes first,
-    because the tables already have its rows. Then come the kept version or the tables of the policy, then rows.
+    A release that the log refused comes first, because the tables already have its rows. Then come the kept
+    version or the tables of the policy, then rows.
     """
     if now.paused:
         return NextAction(Action.WAIT, None, "the consumer is paused")
@@ -125,10 +124,9 @@ def next_action(
 def _due(policy: Policy, now: Situation, now_ns: int, options: ReleaseOptions) -> NextAction:
     """Decide when rows of the present tables are due.
 
-    Each new version gets one release, no sooner than the policy's minimum interval after the last one. Without a
-    new version, rows of the backlog go out at the pace at which versions came, or once the oldest reaches the
-    policy's maximum age. No release is made until a connected replica holds the last one, because it would get
-    both at once anyway.
+    Each new version gets one release, after the policy's minimum interval. Without a new version, the backlog goes
+    out at the pace at which versions came, or once its oldest row reaches the policy's maximum age. A replica that
+    lacks the last release would get both at once, so none is made until a connected replica holds it.
     """
     if not now.ready:
         return NextAction(Action.WAIT, None, "no connected replica holds the last release yet")
@@ -208,13 +206,10 @@ def pick(
     overdue rows first, then the others by rank, but at least one row.
 
     Args:
-        tables: the dirty rows of each table.
-        policy: the consumer's policy.
-        rest_after: number of rows of the last release, if no version has come since; otherwise 0. A share takes
-            at least this number. The rest then goes out in a few equal releases, where a share of the rest would
-            become smaller and smaller.
-        kept: the kept version that replicas are to hold exactly, so that nothing limits the release; 0 = none.
-        at_once: whether a run or a rollback has begun whose rows fit only each other, with the same effect.
+        rest_after: number of rows of the last release, if no version has come since; otherwise 0. A share takes at
+            least this number, so that the rest goes out in a few equal releases.
+        kept: the kept version that replicas are to hold exactly; nothing limits its release. 0 = none.
+        at_once: whether a run or a rollback has begun, whose rows fit only each other; nothing limits them either.
         new_tables: numbers of rows of the tables that the release creates.
     """
     if kept or at_once:
@@ -232,7 +227,7 @@ def pick(
 def _pick_dirty(tables: Sequence[DirtyRows], policy: Policy, rest_after: int) -> tuple[list[Mask], str]:
     if not any(len(table.ids) for table in tables):
         return [np.zeros(0, np.bool_) for _ in tables], "took all 0 dirty rows"
-    rows = _Candidates.of(tables)
+    rows = _Candidates(tables)
     wanted = rows.overdue | rows.top(policy, rest_after)
     taken = wanted if policy.max_bytes is None else rows.within(wanted, policy.max_bytes)
     reason, forced = rows.reason(wanted, taken, policy, rest_after), _count(rows.forced)
@@ -241,27 +236,30 @@ def _pick_dirty(tables: Sequence[DirtyRows], policy: Policy, rest_after: int) ->
     return np.split(taken, rows.ends), reason
 
 
-@dataclass(frozen=True, eq=False)
 class _Candidates:
-    """The dirty rows of all tables, one table after the other."""
+    """The dirty rows of all tables, one table after the other: columns [n].
 
-    ranks: Ranks  # [n] The first rows have the largest.
-    never_sent: Mask
-    free: Mask  # [n] Whether the policy applies to a row.
-    overdue: Mask  # None of the others.
-    forced: Mask
-    ends: Numbers  # The end of each table except the last.
-    sizes: Numbers  # [n] Bytes of each row; or [1] if all are equal.
+    `free` rows are those to which the policy applies. `sizes` has one element if all rows have the same size.
+    """
 
-    @classmethod
-    def of(cls, tables: Sequence[DirtyRows]) -> "_Candidates":
-        norms, never_sent = _joined([each.norms for each in tables]), _joined([each.never_sent for each in tables])
-        overdue, forced = _joined([each.overdue for each in tables]), _joined([each.forced for each in tables])
-        ranks, lengths = np.empty(len(norms), np.uint64), [len(each.ids) for each in tables]
-        rank_rows(norms.view(np.uint64), never_sent, ranks)
+    def __init__(self, tables: Sequence[DirtyRows]) -> None:
+        self.norms, self.never_sent = (
+            _joined([each.norms for each in tables]),
+            _joined([each.never_sent for each in tables]),
+        )
+        self.forced = _joined([each.forced for each in tables])
+        self.free, self.overdue = ~self.forced, _joined([each.overdue for each in tables]) & ~self.forced
+        lengths = [len(each.ids) for each in tables]
+        self.ends = np.cumsum(lengths)[:-1]
         sizes = np.array([each.row_bytes for each in tables], np.int64)
-        sizes = np.repeat(sizes, lengths) if (sizes != sizes[0]).any() else sizes[:1]
-        return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
+        self.sizes = np.repeat(sizes, lengths) if (sizes != sizes[0]).any() else sizes[:1]
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """[n] The first rows have the largest. Only policies with a limit need them."""
+        ranks = np.empty(len(self.norms), np.uint64)
+        rank_rows(self.norms.view(np.uint64), self.never_sent, ranks)
+        return ranks
 
     def top(self, policy: Policy, rest_after: int) -> Mask:
         """The first rows of the ranking, over all tables or in each."""
@@ -270,9 +268,8 @@ class _Candidates:
         top_k = policy.top_k
         if top_k < 1 and rest_after:
             top_k = max(top_k, rest_after / max(_count(self.free), rest_after))
-        groups = np.split(self.ranks, self.ends), np.split(self.free, self.ends)
-        if not policy.top_k_per_table:
-            groups = [self.ranks], [self.free]
+        ends = self.ends if policy.top_k_per_table else self.ends[:0]
+        groups = np.split(self.ranks, ends), np.split(self.free, ends)
         return _joined([_top(*each, top_k) for each in zip(*groups, strict=True)])
 
     def within(self, wanted: Mask, max_bytes: int) -> Mask:
@@ -298,7 +295,10 @@ class _Candidates:
             return f"took all {counted(dirty, 'dirty row')}"
         new, old = _count(self.never_sent & taken), _count(self.overdue & taken)
         ranked = policy.top_k and fit < dirty
-        why = [f"top_k {_amount(policy)} takes those that have changed most"] if ranked else []
+        top_k = policy.top_k or 0.0
+        amount = f"{100 * top_k:g} %" if top_k < 1 else f"{top_k:.15g}"
+        amount += " per table" if policy.top_k_per_table else ""
+        why = [f"top_k {amount} takes those that have changed most"] if ranked else []
         rest = ranked and rest_after and isinstance(policy.top_k, float)
         why += ["at least as many as the last release, as no version is newer"] if rest else []
         why += [f"no more than {took} of {fit} fit max_bytes {policy.max_bytes}"] if took < fit else []
@@ -325,9 +325,3 @@ def _joined(parts: Sequence[NDArray[N]]) -> NDArray[N]:
 
 def _count(mask: Mask) -> int:
     return int(np.count_nonzero(mask))
-
-
-def _amount(policy: Policy) -> str:
-    top_k = policy.top_k or 0.0
-    amount = f"{100 * top_k:g} %" if top_k < 1 else f"{top_k:.15g}"
-    return f"{amount} per table" if policy.top_k_per_table else amount

@@ -30,12 +30,8 @@ from deltasync.views.table import ViewTable
 class ReleaseHistory:
     """The releases of one view. One call at a time adds to it; any thread reads it.
 
-    Releases are numbered from `first_version` on. Smaller numbers are model versions from before the view.
-
-    Attributes:
-        id: the id of the view's history.
-        first_version: the version at which the view began; 0 = it has no tables yet.
-        succession: when each release became the newest.
+    Releases are numbered from `first_version` on, the version at which the view began; 0 = it has no tables yet.
+    Smaller numbers are versions of the model.
     """
 
     def __init__(self, history_id: str, most: int, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
@@ -44,14 +40,14 @@ class ReleaseHistory:
         self._most = most
         self.first_version = first_version
         self.succession = Succession()
-        self._heads = {head.number: head for head in heads}
-        self._newest = next(reversed(self._heads.values()), None)
+        self.heads = {head.number: head for head in heads}
+        self._newest = next(reversed(self.heads.values()), None)
 
     def add(self, head: Head, at_ns: int) -> None:
         """Add the newest release, made at `at_ns` by `steady_ns`."""
-        self._heads[head.number] = self._newest = head
-        if len(self._heads) > self._most:
-            del self._heads[next(iter(self._heads))]
+        self.heads[head.number] = self._newest = head
+        if len(self.heads) > self._most:
+            del self.heads[next(iter(self.heads))]
         self.succession.add(head.number, at_ns)
 
     def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
@@ -60,23 +56,16 @@ class ReleaseHistory:
         return replace(head, seal=release_checksum(before, head.number, of, made_unix_ns))
 
     def version_of(self, number: int) -> int:
-        """The version of the rows that a replica at `number` holds.
-
-        If the release is no longer known, return `first_version`, which is a lower bound.
-        """
+        """The version of the rows that a replica at `number` holds; `first_version` or less if unknown."""
         newest = self._newest
-        head = newest if newest and number >= newest.number else self.head(number)
+        head = newest if newest and number >= newest.number else self.heads.get(number)
         known = head.version if head else self.first_version
         return min(number, known) if number <= self.first_version else known
 
     def seal_of(self, number: int) -> int:
         """The checksum of a release's seal; 0 if unknown."""
-        head = self.head(number)
+        head = self.heads.get(number)
         return head.seal if head else 0
-
-    def head(self, number: int) -> Head | None:
-        """The head of a release, or None if unknown."""
-        return self._heads.get(number)
 
 
 def view_name(consumer: str) -> str:
@@ -84,26 +73,9 @@ def view_name(consumer: str) -> str:
     return f"view/{consumer}"
 
 
-def releases_stream(consumer: str) -> str:
-    """The name of the stream with the row ids of a consumer's releases."""
-    return f"releases/{consumer}"
-
-
-def heads_stream(consumer: str) -> str:
-    """The name of the stream with the heads of a consumer's newest releases."""
-    return f"heads/{consumer}"
-
-
 def head_of_record(record: Mapping[str, Any]) -> Head:
     """The head in the record of a release."""
     return Head(**{each.name: record[each.name] for each in fields(Head)})
-
-
-def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
-    """The statistics in the record of a release."""
-    statistics = record["statistics"]
-    taken, backlog = RowTotals(**statistics["taken"]), RowTotals(**statistics["backlog"])
-    return ReleaseStatistics(**{**statistics, "taken": taken, "backlog": backlog})
 
 
 def table_record(table: ViewTable) -> dict[str, Any]:
@@ -123,7 +95,7 @@ def table_record(table: ViewTable) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ViewState:
-    """The state of a view at one moment. Any thread may read it, because it is replaced and never changed.
+    """The state of a view at one moment, which is replaced and never changed, so any thread may read it.
 
     Attributes:
         tables: the tables that replicas hold, by slot.
@@ -145,7 +117,11 @@ class ViewState:
     @cached_property
     def statistics(self) -> ReleaseStatistics | None:
         """The statistics of the newest release; None if there is none."""
-        return statistics_of_record(self.record) if self.record else None
+        if not self.record:
+            return None
+        statistics = self.record["statistics"]
+        taken, backlog = RowTotals(**statistics["taken"]), RowTotals(**statistics["backlog"])
+        return ReleaseStatistics(**{**statistics, "taken": taken, "backlog": backlog})
 
     @property
     def described(self) -> Sequence[Mapping[str, Any]]:
@@ -202,14 +178,11 @@ _UNWRITTEN_RECORDS = 16
 
 
 class ViewLog:
-    """The records of a view. Any thread may call it; every method except `note` blocks.
-
-    Methods raise `StorageFailed` if a record is damaged or missing, or the log cannot be read or written.
-    """
+    """The records of a view. Any thread may call it; every method except `note` blocks."""
 
     def __init__(self, log: LogStore, consumer: str) -> None:
         self._log = log
-        self._name, self._heads, self._ids = view_name(consumer), heads_stream(consumer), releases_stream(consumer)
+        self._name, self._heads, self._ids = view_name(consumer), f"heads/{consumer}", f"releases/{consumer}"
 
     def view(self) -> Mapping[str, Any] | None:
         """The record of the view; None if there is none."""
@@ -222,7 +195,7 @@ class ViewLog:
     def write(self, head: Mapping[str, Any], ids: Sequence[Ids], view: Mapping[str, Any] | None) -> None:
         """Write the head of a release and its row ids by slot; with its first release, the record of the view.
 
-        If the log refuses a record, the release does not exist. Then repeat the call with the same arguments.
+        If the log refuses a record, the release does not exist. Repeat the call then.
         """
         number, written = head["number"], list[Future[None]]()
         if view:

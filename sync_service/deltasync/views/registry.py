@@ -23,11 +23,8 @@ class ViewRegistry:
     def __init__(
         self, tasks: asyncio.TaskGroup, events: Events, options: ReleaseOptions = RELEASE_OPTIONS
     ) -> None:
-        self._tasks = tasks
-        self._events = events
-        self._options = options
-        self._loops: dict[str, ReleaseLoop] = {}
-        self._recovering: dict[str, View] = {}
+        self._tasks, self._events, self._options = tasks, events, options
+        self._loops, self._recovering = dict[str, ReleaseLoop](), dict[str, View]()
 
     def get(self, consumer: Consumer) -> View | None:
         """The view of a consumer; None if it never had a policy, so its replicas read the model's tables."""
@@ -56,9 +53,7 @@ class ViewRegistry:
         return [view.replay for view in views if view.replay]
 
     async def follow(self, consumer: Consumer, model: Model, *, resumes: bool = False) -> None:
-        """Add the view that a consumer needs: its recovered one, or a new one. A paused one gets no new one until
-        it resumes.
-        """
+        """Add the view that a consumer needs: its recovered one, or a new one, but none while it is paused."""
         if (present := self.get(consumer)) and present.model is model:
             return
         view = self._recovering.get(consumer.name)

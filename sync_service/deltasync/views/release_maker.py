@@ -1,10 +1,9 @@
 """Make the releases of a view, one after the other.
 
-A release is built on the model's thread, in turns between which cuts are applied. It copies and compares rows in
-blocks, chooses rows at one version, and updates them; a row that a cut is about to change is updated just before.
-Then its head and row ids go to the log. Replicas and checkpoints do not see the release until these are on disk.
-If the log refuses them, the release is written again before anything else happens. After a crash in between, the
-release does not exist, and no replica has it.
+A release is built on the model's thread, in turns between which cuts are applied: rows are copied and compared in
+blocks, chosen at one version, and updated; a row that a cut is about to change is updated just before. Then its
+head and row ids go to the log. Replicas and checkpoints see it once these are on disk. A release that the log
+refused is written again before anything else. After a crash in between, it does not exist, and no replica has it.
 
 The log needs only the row ids, because a replay builds each release again with the same code at the same version.
 """
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals, total
 from deltasync.model.model import Model
-from deltasync.model.releases import Head
+from deltasync.model.releases import FrozenRelease, Head, Releases
 from deltasync.views.decision import DirtyRows, ReleaseOptions, pick
 from deltasync.views.log import (
     ReleaseHistory,
@@ -53,28 +52,32 @@ from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 logger = logging.getLogger(__name__)
 
+GoesOn: TypeAlias = Callable[[], bool]
+
 
 @dataclass(frozen=True)
 class ReleasePlan:
-    """What a release is to do, and with which tables.
+    """What a release does, with which tables, and why.
 
     Attributes:
+        reason: why it is made.
         tables: the tables of the view after it, by slot.
-        new: those that it creates.
+        new: the tables that it creates.
         growth: functions that enlarge others, for the model's thread.
         policy: the consumer's policy.
         overdue_version: rows dirty since this version or longer are overdue.
-        goes_on: checks on the model's thread whether to make it after all; None = always.
+        goes_on: checks on the model's thread whether to make the release after all.
         kept: the kept version that replicas are to hold exactly; None = the model's newest version.
         kept_tables: its tables.
     """
 
+    reason: str
     tables: tuple[ViewTable, ...]
     new: tuple[ViewTable, ...] = ()
     growth: tuple[Callable[[], None], ...] = ()
     policy: Policy = field(default_factory=Policy)
     overdue_version: int = 0
-    goes_on: Callable[[], bool] | None = None
+    goes_on: GoesOn = lambda: True
     kept: KeptVersion | None = None
     kept_tables: Mapping[TableKey, StampedTable] = field(default_factory=dict)
 
@@ -103,21 +106,23 @@ class PendingRelease:
     Attributes:
         state: the state of the view with it.
         ids: the rows that it took ([n], ascending), by slot.
-        stage: set by the model's thread, and by the event loop once its turns are over.
+        stage: set by the model's thread; by the event loop after the turns.
+        frozen: its rows for replicas at the release before, if there is one and memory for it.
     """
 
     state: ViewState
     ids: Sequence[Ids]
     stage: Stage = Stage.UPDATING
+    frozen: FrozenRelease | None = None
 
 
 class ReleaseMaker:
-    """Makes the releases of one view. Runs in the event loop, one call at a time, unless stated otherwise.
+    """Makes the releases of one view, in the event loop, one call at a time.
 
     Attributes:
         state: the state of the view. Any thread may read it; it is replaced, never changed.
         history: the earlier releases.
-        pending: the release that is not on disk yet, if there is one.
+        pending: the release that is not on disk yet; None if there is none.
     """
 
     def __init__(
@@ -126,18 +131,16 @@ class ReleaseMaker:
         model: Model,
         log: ViewLog,
         history: str,
-        changed: Callable[[], None],
+        releases: Releases,
+        changed: Callable[[FrozenRelease | None], None],
         options: ReleaseOptions,
     ) -> None:
-        """`changed` is called after each attempt to make a release."""
+        """Call `changed` with each release, if `releases` has memory for its rows, and after each failure."""
         self.state = ViewState()
         self.history = ReleaseHistory(history, options.known_releases)
         self.pending: PendingRelease | None = None
-        self._consumer = consumer
-        self._model = model
-        self._log = log
-        self._changed = changed
-        self._options = options
+        self._consumer, self._model, self._log, self._options = consumer, model, log, options
+        self._releases, self._changed = releases, changed
 
     async def resume(self, state: ViewState) -> None:
         """Continue from the end of a replay."""
@@ -155,11 +158,8 @@ class ReleaseMaker:
             self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
-    async def plan(self, forms: Iterable[tuple[StampedTable, TableForm]]) -> ReleasePlan:
-        """Plan a release of tables of the model, each in its form.
-
-        It keeps the tables that have their form, enlarges those that only lack rows, and allocates the others.
-        """
+    async def plan(self, reason: str, forms: Iterable[tuple[StampedTable, TableForm]], **what: Any) -> ReleasePlan:
+        """Plan a release of tables, each in its form, and `what` else. Allocate those that the view lacks."""
 
         def allocate() -> ReleasePlan:
             tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
@@ -172,33 +172,35 @@ class ReleaseMaker:
                     table = ViewTable(source, form, self._model.memory)
                     new.append(table)
                 tables.append(table)
-            return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
+            return ReleasePlan(reason, tuple(tables), tuple(new), tuple(growth), **what)
 
         return await asyncio.to_thread(allocate)
 
     async def make(self, plan: ReleasePlan) -> None:
         """Make the next release, if there is anything to release. Call `finish` before planning it."""
+        logger.debug("consumer %s: a release, because %s", self._consumer, plan.reason)
         try:
             turns = self._turns(plan)
             next(turns)
             while await self._model.on_thread(_turn, turns, self._at_once):
                 pass
-            await self._write()
-        finally:
-            self._changed()
+        except BaseException:
+            self._changed(None)
+            raise
+        await self.finish()
 
     async def finish(self) -> None:
-        """Write the release that the log refused again, if there is one."""
-        if self.pending:
-            try:
-                await self._write()
-            finally:
-                self._changed()
-
-    async def _write(self) -> None:
-        """Write the pending release to the log, if there is one, and publish it."""
+        """Write the pending release to the log, if there is one, also if the log refused it before; publish it."""
         if (pending := self.pending) is None:
             return
+        frozen = None
+        try:
+            await self._write(pending)
+            self.pending, frozen = None, pending.frozen
+        finally:
+            self._changed(frozen)
+
+    async def _write(self, pending: PendingRelease) -> None:
         if pending.stage is Stage.UPDATING:
             self._model.tables.check_sound()
             raise RuntimeError(f"tables of consumer {self._consumer!r} are between two releases")
@@ -214,7 +216,7 @@ class ReleaseMaker:
             raise
         self.history.first_version = record["first_version"]
         self.history.add(head_of_record(record), steady_ns())
-        self.state, self.pending = pending.state, None
+        self.state = pending.state
 
     @property
     def _at_once(self) -> bool:
@@ -234,7 +236,7 @@ class ReleaseMaker:
             stamp = 0  # Replicas already hold these rows of the model, from before the policy.
         try:
             build = ReleaseBuild(before, plan, stamp, self._consumer, self._options)
-            while (seal := tables.seal) and (plan.goes_on is None or plan.goes_on()):
+            while (seal := tables.seal) and plan.goes_on():
                 if build.compare_some():
                     break
                 at_once = yield
@@ -245,8 +247,11 @@ class ReleaseMaker:
             if self._take(build, plan, plan.kept.seal if plan.kept else seal, at_once=at_once):
                 while not build.update_some():
                     yield
-                if self.pending:
-                    self.pending.stage = Stage.WRITING
+                if pending := self.pending:
+                    pending.stage = Stage.WRITING
+                    if build.sent is not None and pending.state.head:
+                        sent = [table.sent for table in plan.tables]
+                        pending.frozen = self._releases.of_cut(build.sent, sent, pending.state.head)
         finally:
             if plan.kept:
                 plan.return_to(tables)
@@ -278,7 +283,10 @@ class ReleaseMaker:
             table.born, removed = number, table.source.removed_before
             # Replicas may hold rows of an earlier table of that name, which this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
-        ids, taken, backlog = build.begin_update(picked.taken, number)
+        # A replica that holds the last release gets rows as they are encoded, instead of reading them again.
+        ids, taken, backlog = build.begin_update(
+            picked.taken, number, most_sent_bytes=0 if plan.new else self._releases.room * self._releases.followed
+        )
         head = replace(Head.of(seal, number), rows=taken.rows, bytes=taken.bytes)
         head = replace(head, kept=plan.kept.name if plan.kept else "")
         left = total(each.amount for each in backlog.values())
@@ -309,14 +317,11 @@ class ReleaseMaker:
         return pending.state if pending and pending.stage is not Stage.UPDATING else self.state
 
     def checkpoint_state(self) -> dict[str, Any] | None:
-        """The state for a checkpoint, without tables; None while a release is being written.
-
-        A release that the log refused is included: the log may need a checkpoint before it has room again.
+        """The state for a checkpoint, without tables; None while a release is being written. It includes a refused
+        one, because the log may need a checkpoint before it has room again.
         """
-        pending = self.pending
-        if pending and pending.stage is not Stage.REFUSED:
-            return None
-        return state_record(self.history.id, self.latest)
+        written = self.pending is None or self.pending.stage is Stage.REFUSED
+        return state_record(self.history.id, self.latest) if written else None
 
 
 def _turn(turns: Generator[None, bool, None], at_once: bool) -> bool:
@@ -333,6 +338,7 @@ class ReleaseBuild:
 
     Attributes:
         stamp: the stamp of the rows in new tables; 0 = the stamps in the model's tables.
+        sent: the updated rows as sent to replicas, with the slots of their tables; None = they are not collected.
     """
 
     def __init__(
@@ -359,8 +365,8 @@ class ReleaseBuild:
         after = [table.compared if table in self._comparisons else 0 for table in plan.tables]
         self._block_bytes = options.copied_bytes if plan.new else options.compared_bytes
         self._copy = PreCopy([table.source for table in plan.tables], after, self._block_bytes)
-        self._copied = False
-        self._updates = list[RowUpdate]()
+        self._copied, self._updates = False, list[RowUpdate]()
+        self.sent: list[tuple[int, RowBatch]] | None = None
         what = f"consumer {consumer!r}: reading rows of the model"
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
 
@@ -368,8 +374,7 @@ class ReleaseBuild:
         """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""
         end, blocks = time.perf_counter() + self._options.turn_seconds, 0
         while not self._copied:
-            block = self._copy.next_block(self._block_bytes)
-            if block is None:
+            if (block := self._copy.next_block(self._block_bytes)) is None:
                 self._copied = True
                 return not blocks  # If this call did work, the rest gets a call of its own.
             slot, ids = block
@@ -381,7 +386,7 @@ class ReleaseBuild:
         return True
 
     def compare_rest(self, version: int) -> None:
-        """Copy or compare all remaining rows, with the model's tables at `version`."""
+        """Copy or compare all other rows, with the model's tables at `version`."""
         for slot, ids in self._copy.rest():
             self._compare(slot, ids)
         for comparison in self._comparisons.values():
@@ -398,28 +403,26 @@ class ReleaseBuild:
 
     def dirty(self, overdue_version: int) -> list[DirtyRows]:
         """The dirty rows by slot, none of new tables; overdue if dirty since `overdue_version` or longer."""
-        result = []
+        result = dict[str, DirtyRows]()
         for table in self._tables:
             dirty, ranked = table.dirty, table.source.spec.kind.ranked
             forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
             overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
-            result.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
-        self._force_handed_over(result)
-        return result
-
-    def _force_handed_over(self, dirty: Sequence[DirtyRows]) -> None:
-        """Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id."""
-        by_name = {table.name: rows for table, rows in zip(self._tables, dirty, strict=True)}
-        for table, changed in zip(self._tables, dirty, strict=True):
-            rows = by_name.get(table.source.spec.of)
+            result[table.name] = DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes)
+        # Force rows whose raw id changed. Otherwise a replica would return the old id's row for the new id.
+        for table in self._tables:
+            rows = result.get(table.source.spec.of)
             if table.source.spec.kind is TableKind.ID_MAP and rows:
                 # A new map counts all changes since the other tables were compared.
                 since = table.within(table.source.changed_since(self._before.compared_version))
-                for ids in (changed.ids, since):
+                for ids in (result[table.name].ids, since):
                     np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
+        return list(result.values())
 
-    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
-        """Start updating the dirty rows in the masks `taken`, by slot, to their present values, for a release.
+    def begin_update(
+        self, taken: Sequence[Mask], number: int, most_sent_bytes: int = 0
+    ) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
+        """Start updating the dirty rows in the masks `taken`, by slot; collect them if below `most_sent_bytes`.
 
         Returns these rows ([n], ascending) by slot, the totals of the release with all rows of new tables, and the
         backlog of each table by name.
@@ -435,21 +438,23 @@ class ReleaseBuild:
             every.append(table.dirty.ids[which])
             update = RowUpdate(table, every[-1], table.dirty.norms[which], number, self._options.updated_bytes)
             updates.append(update)
+        self._updates, of_release = updates, total(amounts)
+        self.sent = [] if of_release.bytes < most_sent_bytes else None
         for each in updates:  # At the end, because an update that has begun must not fail.
-            each.begin()
-        self._updates = updates
-        return every, total(amounts), backlog
+            each.begin(collect=self.sent is not None)
+        return every, of_release, backlog
 
     def update_some(self) -> bool:
-        """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
-
-        After an error, which is always `DamagedRows`, the tables are between two releases.
+        """Update rows for a short time, and return whether all are done; cuts may be applied between calls. After
+        an error, which is always `DamagedRows`, the tables are between two releases.
         """
         end = time.perf_counter() + self._options.turn_seconds
         while self._updates:
             try:
-                if self._updates[-1].go_on():
+                if (update := self._updates[-1]).go_on():
                     self._updates.pop()
+                    if self.sent is not None:
+                        self.sent += [(len(self._updates), rows) for rows in update.sent or ()]
             except DamagedRows:
                 raise
             except Exception as error:  # For example lack of memory: some rows are updated, others are not.

@@ -22,7 +22,6 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.applied_tables import key_of
 from deltasync.model.model import Model
 from deltasync.views.decision import ReleaseOptions
-from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.release_maker import ReleaseBuild, ReleasePlan, split_dirty
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
@@ -46,23 +45,16 @@ def _reading() -> Iterator[None]:
 
 
 class Replay:
-    """Rebuilds a view, on the model's thread: a `ViewRecovery`.
-
-    It leaves out tables that the model no longer has, and ignores what the log says about them.
+    """Rebuilds a view, on the model's thread, without tables that the model no longer has: a `ViewRecovery`.
 
     Attributes:
-        owner: the view's consumer.
         begun: whether it has read the records of the view.
         state: the state of the view.
         lost: why the view cannot be rebuilt; empty if it can.
     """
 
     def __init__(self, owner: str, model: Model, log: ViewLog, history: str, options: ReleaseOptions) -> None:
-        self.owner = owner
-        self._model = model
-        self._log = log
-        self._history = history
-        self._options = options
+        self.owner, self._model, self._log, self._history, self._options = owner, model, log, history, options
         self.discard()
 
     def discard(self) -> None:
@@ -178,7 +170,7 @@ class Replay:
     def _with_kept(self, plan: ReleasePlan, record: Mapping[str, Any]) -> ReleasePlan:
         """The plan of a release that was made from a kept version, with the tables of that version."""
         try:
-            kept = load_kept(self._model, record["kept_id"], Policy.from_dict(record["policy"]), replaying=True)
+            kept = self._model.load_kept(record["kept_id"], Policy.from_dict(record["policy"]), replaying=True)
         except (InvalidInput, StorageFailed) as error:  # Others must not wait for this view.
             raise _Lost(f"kept version {record['version']} cannot be loaded: {error}") from error
         for table in plan.new:
@@ -202,7 +194,7 @@ class Replay:
             elif table is None and each["born"] == number and (table := self._make(each)):
                 new.append(table)
             tables += [table] if table else []
-        return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
+        return ReleasePlan("the log has it", tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
         """Make an empty table from its record; None if the model no longer has that table."""

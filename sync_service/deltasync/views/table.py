@@ -1,6 +1,6 @@
 """A table of a view: the rows that replicas hold, and which of them are dirty."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,14 +24,9 @@ Flags = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class ComparedRows:
-    """The result of comparing rows with those that replicas hold: columns [n], sorted by id.
+    """The result of comparing rows with those that replicas hold: columns [n] as of a `DirtySet`, sorted by id.
 
-    Attributes:
-        ids: int64, strictly ascending.
-        slots: int64, positions of the rows in the table's arrays.
-        norms: float64, L2 norms of the deltas.
-        flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
-        dirty: whether replicas hold another value of the row.
+    `slots` are positions in the table's arrays; `dirty` rows have another value than replicas hold.
     """
 
     ids: Ids
@@ -80,21 +75,18 @@ class DirtySet:
         return mask
 
     def after(
-        self, compared_rows: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
+        self, found: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
     ) -> "tuple[DirtySet, ChangeCounts]":
-        """The set after a comparison at `version`, and the counts of the stamps of clean rows, which were `clean`.
-
-        `held_stamps` ([N], by slot) say when replicas were last sent each row.
-        """
-        to = _room(len(self) + len(compared_rows.ids))
-        marked, cleaned = np.empty((2, len(compared_rows.ids)), np.int64)
+        """The set after a comparison at `version`, and the counts of stamps of clean rows, which were `clean`."""
+        to = _room(len(self) + len(found.ids))
+        marked, cleaned = np.empty((2, len(found.ids)), np.int64)
         rows, came, left = dirty_rows.merge(
             *self._columns,
-            compared_rows.ids,
-            compared_rows.slots,
-            compared_rows.norms,
-            compared_rows.flags,
-            compared_rows.dirty,
+            found.ids,
+            found.slots,
+            found.norms,
+            found.flags,
+            found.dirty,
             version,
             held_stamps,
             *to._columns,
@@ -111,8 +103,8 @@ class DirtySet:
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending); unknown ones are ignored."""
-        if not len(ids):
-            return self
+        if len(ids) in (0, len(self)):  # Only dirty rows are removed.
+            return NONE_DIRTY if len(ids) else self
         to = _room(len(self))
         return to._first(dirty_rows.remove(*self._columns, ids, *to._columns))
 
@@ -137,10 +129,7 @@ _LARGEST_NORM = np.finfo(np.float32).max
 
 
 class EncodedTable(StampedTable):
-    """Rows encoded in a value type, stamped with the release that sent them.
-
-    Its digests are those of the rows as replicas hold them, decoded or as sent.
-    """
+    """Rows encoded in a value type, stamped with the release that sent them; digests as replicas make them."""
 
     def __init__(self, form: TableForm, memory: TableMemory) -> None:
         super().__init__(form.encoded_spec, memory, normed=False)
@@ -154,9 +143,7 @@ class EncodedTable(StampedTable):
 
 @confined(dirty=MODEL_THREAD)
 class ViewTable:
-    """One table of a view. Used on the model's thread only, except for `form`, `lacking` and `grown`.
-
-    Each row has the same slot as in the source.
+    """One table of a view, with the slots of its source. Only `form`, `lacking`, `grown` are for other threads.
 
     A row is dirty while replicas at the newest release hold another value than the model's row as sent.
 
@@ -174,10 +161,7 @@ class ViewTable:
         self, source: StampedTable, form: TableForm, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
         """Make a table that no replica has received yet."""
-        self.source = source
-        self.form = form
-        self.born = born
-        self.stamp = stamp
+        self.source, self.form, self.born, self.stamp = source, form, born, stamp
         self.held = EncodedTable(form, memory)
         self.sent: StampedTable = self.held
         if form.mode is Mode.IDS:
@@ -212,10 +196,8 @@ class ViewTable:
         return ids[: np.searchsorted(self.source.locate(ids), self.held.slots)]
 
     def lacking(self, number: int) -> int:
-        """Upper bound of the rows that a replica at `number` lacks. Safe to call from any thread.
-
-        It counts dirty rows, other rows that were sent after `number`, and rows changed since the last comparison.
-        Some of the last may also be dirty or sent, and count twice.
+        """Upper bound of the rows that a replica at `number` lacks: dirty rows, rows sent after `number`, and rows
+        changed since the last comparison, which may count twice. Any thread may call it.
         """
         clean, compared = self._counted  # Read before the source's counts, which may only be newer.
         rows, changed = self.source.slots, self.source.counts.after(compared)
@@ -229,10 +211,7 @@ class ViewTable:
     # New tables, and tables that grow.
 
     def copy(self, ids: Ids) -> None:
-        """Copy rows ([n], ascending) of the source into a new table, with the table's stamp.
-
-        Deleted rows are included, because a replica may hold them in another form.
-        """
+        """Copy rows ([n], ascending) of the source into a new table, also deleted ones, with the table's stamp."""
         ids = self.within(ids)
         self.update(ids, None, self.stamp or 1)
         if not self.stamp:
@@ -278,7 +257,7 @@ class ViewTable:
         self._counted = clean, version
 
     def note_clean(self, version: int) -> None:
-        """Note that no row was dirty at a version. At version 0, all rows are to be compared."""
+        """Note that no row was dirty at a version; at version 0, that no row has been compared."""
         self.note_compared(NONE_DIRTY, self.held.counts, version)
 
     @property
@@ -287,10 +266,7 @@ class ViewTable:
         return self._counted[0]
 
     def restore(self, ids: Ids, since: Versions, compared: int) -> None:
-        """Restore the dirty rows of a checkpoint, once all rows are loaded.
-
-        Their norms are right for rows unchanged since the comparison. The next comparison corrects the others.
-        """
+        """Restore the dirty rows of a checkpoint, once all rows are loaded. The next comparison corrects norms."""
         comparison = self.compare(ids)
         self.dirty = DirtySet(ids, comparison.norms, since, comparison.flags)
         self._counted = self.held.counts.without(self.held.stamps[self.held.locate(ids)]), compared
@@ -303,31 +279,32 @@ class ViewTable:
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
 
-    def update(self, ids: Ids, norms: Floats | None, number: int) -> None:
+    def update(self, ids: Ids, norms: Floats | None, number: int) -> list[RowBatch]:
         """Update rows ([n], ascending) to their present values, which replicas at release `number` will hold.
 
-        `norms` [n] are their distances from the rows that replicas held; None = replicas held none.
-
-        Raises:
-            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
+        `norms` [n] are their distances from the rows that replicas held; None = replicas held none. Returns the
+        rows as sent. After `DamagedRows`, some of the others are already updated.
         """
         gone = self.source.deleted(ids)
         live, deleted = (ids, ids[:0]) if not gone.any() else (ids[~gone], ids[gone])
         norms = norms if norms is None or not gone.any() else norms[~gone]
-        for some in self._pieces(len(live)):
+        sent, size = list[RowBatch](), max(1, _PIECE_BYTES // self.source.spec.row_bytes)
+        for some in (slice(start, start + size) for start in range(0, len(live), size)):
             rows = self._encoded(live[some])
             self.held.apply(rows, number)
             if self.sent is not self.held:
                 far = self._norms(live[some]) if norms is None else norms[some]
                 values = np.minimum(far, _LARGEST_NORM).astype(np.float32)[:, None]
-                self.sent.apply(RowBatch.of_table(self.sent.spec, rows.ids, values), number)
+                rows = RowBatch.of_table(self.sent.spec, rows.ids, values)
+                self.sent.apply(rows, number)
+            # The digests are of rows as replicas hold them, which may differ from the rows as sent.
+            sent.append(replace(rows, digests=None))
         if len(deleted):
             for table in self.stamped:
-                table.apply(RowBatch.deletes(Shard.whole(table.spec), deleted), number)
-
-    def _pieces(self, rows: int) -> Iterator[slice]:
-        size = max(1, _PIECE_BYTES // self.source.spec.row_bytes)
-        return (slice(start, start + size) for start in range(0, rows, size))
+                rows = RowBatch.deletes(Shard.whole(table.spec), deleted)
+                table.apply(rows, number)
+            sent.append(rows)
+        return sent
 
     def _encoded(self, ids: Ids) -> RowBatch:
         """Rows of the source, encoded for replicas."""
@@ -345,17 +322,12 @@ class ViewTable:
 
 
 class ReplicaComparison:
-    """Compares a table's rows with those of replicas in blocks, while the source changes.
-
-    The table does not change before `finish`. If a row is compared again, the last result counts.
-    """
+    """Compares rows with those of replicas in blocks, while the source changes; a row's last result counts."""
 
     def __init__(self, table: ViewTable, version: int) -> None:
         """Begin. Rows that were clean before will be dirty since `version`."""
-        self._table = table
-        self._version = version
-        self._dirty = table.dirty
-        self._clean = table.clean
+        self._table, self._version = table, version
+        self._dirty, self._clean = table.dirty, table.clean
         self._unmerged = list[ComparedRows]()  # With ascending rows.
 
     def add(self, ids: Ids) -> None:
@@ -386,26 +358,22 @@ class ReplicaComparison:
 
 
 class RowUpdate:
-    """Updates dirty rows to their values at one version, piece by piece, while cuts change the source.
-
-    A row that a cut is about to change is updated first. The table's dirty rows stay the same until the end.
-    """
+    """Updates dirty rows to their values at one version, in pieces; a row is updated before a cut changes it."""
 
     def __init__(
         self, table: ViewTable, ids: Ids, norms: Floats, number: int, piece_bytes: int = _PIECE_BYTES
     ) -> None:
         """Prepare to update rows ([n], ascending), with their distances [n] from the rows of replicas."""
         self._piece_rows = max(1, piece_bytes // table.source.spec.row_bytes)
-        self._table = table
-        self._ids = ids
-        self._norms = norms
-        self._number = number
+        self._table, self._ids, self._norms, self._number = table, ids, norms, number
         self._left = np.ones(len(ids), np.bool_)
         self._at = 0
+        self.sent: list[RowBatch] | None = None
         self._error: Exception | None = None
 
-    def begin(self) -> None:
-        """Fix the present values: from now on, each row is updated before the source changes it."""
+    def begin(self, *, collect: bool = False) -> None:
+        """Fix the present values; from now on, `collect` the updated rows as sent."""
+        self.sent = [] if collect else None
         self._table.source.before_change.append(self._before_change)
         for each in self._table.stamped:
             each.unfinished = self._number
@@ -426,7 +394,9 @@ class RowUpdate:
         return True
 
     def _update(self, which: Ids) -> None:
-        self._table.update(self._ids[which], self._norms[which], self._number)
+        rows = self._table.update(self._ids[which], self._norms[which], self._number)
+        if self.sent is not None:
+            self.sent += rows
         self._left[which] = False
 
     def _before_change(self, ids: Ids) -> None:

@@ -1,7 +1,6 @@
 """A consumer's view: the feed of its replicas, and the loop that makes its releases."""
 
 import asyncio
-import logging
 import time
 import uuid
 from bisect import bisect_right
@@ -27,7 +26,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_form import TableForm
 from deltasync.model.feed import FeedStatus, TableStatus
 from deltasync.model.model import Model
-from deltasync.model.releases import NO_TABLES, Head, Release, Releases
+from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
 from deltasync.views.decision import (
     PACE_VERSIONS,
     RELEASE_OPTIONS,
@@ -36,13 +35,10 @@ from deltasync.views.decision import (
     Situation,
     next_action,
 )
-from deltasync.views.kept_tables import load_kept
 from deltasync.views.log import ViewLog, ViewState
-from deltasync.views.release_maker import ReleaseMaker, ReleasePlan
+from deltasync.views.release_maker import GoesOn, ReleaseMaker, ReleasePlan
 from deltasync.views.replay import Replay, sources
 from deltasync.views.table import ViewTable
-
-logger = logging.getLogger(__name__)
 
 
 @confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
@@ -50,9 +46,11 @@ class View:
     """The feed of one consumer's replicas. The package's docstring lists which thread may use what.
 
     Attributes:
+        owner: the consumer.
         model: the source of its rows.
         options: how it makes releases.
-        seals: the model's seals.
+        maker: makes them.
+        seals: the seals of the versions that replicas may get.
         trouble: why it does not have the tables of the policy; empty if it does.
         replay: rebuilds the view with its model; None after that, and for a new view.
         failure: the error that prevents releases and is being retried; empty if there is none.
@@ -67,17 +65,13 @@ class View:
         options: ReleaseOptions = RELEASE_OPTIONS,
     ) -> None:
         """Make a new view, or one from its record in the log; `Model.recover` then rebuilds it with `replay`."""
-        self.owner = consumer
-        self.model = model
-        self.options = options
-        self.seals = model.seals
-        self.trouble = ""
-        self.failure = ""
+        self.owner, self.model, self.options, self.seals = consumer, model, options, model.seals
+        self.trouble = self.failure = ""
         self._record = record
         self._log = ViewLog(model.log, consumer)
         history = record["history"] if record else uuid.uuid4().hex
-        self._maker = ReleaseMaker(consumer, model, self._log, history, self._changed, options)
         self._releases = Releases(model.on_thread, self._visible, model.release_memory_bytes)
+        self.maker = ReleaseMaker(consumer, model, self._log, history, self._releases, self._changed, options)
         self.replay = Replay(consumer, model, self._log, history, options) if record else None
         self._signal = Signal()
         self.follows: Follow | None = None
@@ -97,14 +91,14 @@ class View:
     @property
     def state(self) -> ViewState:
         """The present state. The returned object never changes; a later state replaces it."""
-        return self._maker.state
+        return self.maker.state
 
     # The interface `Feed`, which models also implement.
 
     @property
     def history(self) -> str:
-        """The id of the view's history."""
-        return self._maker.history.id
+        """See `Feed`."""
+        return self.maker.history.id
 
     @property
     def model_history(self) -> str:
@@ -128,7 +122,7 @@ class View:
         return Position(self.history, head.number, head.seal) if head else Position(self.history)
 
     def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Future[Release]":
-        """The rows that a replica at number `after` lacks, with every row of the tables `whole`."""
+        """See `Feed`."""
         return self._releases.get(after, whole, self.position.number)
 
     def changed(self) -> asyncio.Future[None]:
@@ -136,11 +130,8 @@ class View:
         return self._signal.changed()
 
     def continue_from(self, held: Position, acknowledged: Position = NOWHERE) -> tuple[Decision, Position]:
-        """Decide whether a replica can continue from its position. Return that position in this history too.
-
-        `acknowledged` is the replica's offset.
-        """
-        number, first = held.number, self._maker.history.first_version
+        """See `Feed`."""
+        number, first = held.number, self.maker.history.first_version
         seal, of_model = self.seal_of(number), self.model.seal_of(number)
         # Numbers up to the first version are versions of the model, later ones are releases.
         before = can_continue(held, self.model.history, first, of_model, acknowledged=acknowledged)
@@ -160,7 +151,7 @@ class View:
 
     def seal_of(self, number: int) -> int:
         """The checksum of a release's seal; 0 if unknown."""
-        return self._maker.history.seal_of(number)
+        return self.maker.history.seal_of(number)
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds, as far as known."""
@@ -168,16 +159,13 @@ class View:
 
     def head_of(self, number: int) -> Head | None:
         """The release with a number, or the version from before the first one; None if unknown."""
-        return self._maker.history.head(number) or self.model.head_of(self.version_of(number))
+        return self.maker.history.heads.get(number) or self.model.head_of(self.version_of(number))
 
     def behind_ns(self, number: int, policy: Policy) -> int:
-        """Nanoseconds for which a replica at `number` has lacked the newest rows that the policy sends.
-
-        The time begins when the next release was made, or when one became due for a newer version or the backlog.
-        A due release may be missing, because none is made while no replica is connected. `FOREVER_NS` or more if
-        unknown.
+        """See `Feed`. The time begins when the next release was made, or when one became due for a newer version
+        or the backlog: none is made while no replica is connected.
         """
-        now_ns, succession = steady_ns(), self._maker.history.succession
+        now_ns, succession = steady_ns(), self.maker.history.succession
         if self.follows:
             since_ns = Moment.now().after_ns(Moment(self.follows.since_unix_ns))
             return succession.behind_ns(number, now_ns) if self.arrived(policy) else max(1, since_ns)
@@ -193,19 +181,16 @@ class View:
         """When the newest release was made; None before the first one."""
         if (newest := self.state.statistics) is None:
             return None
-        return Moment(newest.made_unix_ns, self._maker.history.succession.since_ns(newest.number))
+        return Moment(newest.made_unix_ns, self.maker.history.succession.since_ns(newest.number))
 
     def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
             # Nothing that changed since then matters to replicas.
             return max(state.compared_version, state.head.version)
-        return self._maker.history.version_of(number)
+        return self.maker.history.version_of(number)
 
     def may_serve(self, policy: Policy) -> bool:
-        """Whether replicas may get the present tables.
-
-        They may if the tables fit the policy, or have its mode and cannot be replaced by tables that fit.
-        """
+        """Whether the tables fit the policy, or have its mode and cannot be replaced by tables that fit."""
         if not self.tables:
             return False
         return self.fits(policy) or (bool(self.trouble) and all(each.mode is policy.mode for each in self.forms))
@@ -221,8 +206,8 @@ class View:
         return self.forms == [policy.form_of(table.spec) for table in self.model.tables.followed(policy)]
 
     def status(self, policy: Policy) -> FeedStatus:
-        """The position of the view. Before the first release, which waits for a replica, it is the model's."""
-        state, of_model = self.state, self.model.status(policy)
+        """See `Feed`. Before the first release, which waits for a replica, it is the model's position."""
+        state, of_model, follows = self.state, self.model.status(policy), self.follows
         status = replace(
             of_model,
             history=self.history,
@@ -230,135 +215,108 @@ class View:
             trouble=self.trouble,
             failure=self.failure or of_model.failure,
         )
-        if self.follows:
-            return self._status_of_kept(status, self.follows, policy)
-        if state.head is None:
+        if state.head or follows:
+            status = replace(
+                status,
+                tables=partial(_tables, state, self.model, policy),
+                version_of=partial(self._version_at, state),
+                seal_of=self.maker.history.seal_of,
+                release=state.statistics,
+                released=self.released,
+                compared=state.compared_version == self.model.position.number,
+            )
+        if follows is None:
             return status
+        arrived, since = self.arrived(policy), Moment(follows.since_unix_ns)
         return replace(
-            status,
-            tables=partial(_tables, state, self.model, policy),
-            version_of=partial(self._version_at, state),
-            seal_of=self._maker.history.seal_of,
-            release=state.statistics,
-            released=self.released,
-            compared=state.compared_version == self.model.position.number,
-        )
-
-    def _status_of_kept(self, status: FeedStatus, follows: Follow, policy: Policy) -> FeedStatus:
-        """The position of a view that follows a kept version: replicas lack every row until the view is there."""
-        state, arrived = self.state, self.arrived(policy)
-
-        def table_statuses() -> list[TableStatus]:
-            if not arrived:
-                return [_missing(each, policy) for each in self.model.tables.followed(policy)]
-            lines = [(table, _held(table, state)) for table in state.tables]
-            return [replace(line, lacking=table.lacking_of_kept, backlog=None) for table, line in lines]
-
-        since = Moment(follows.since_unix_ns)
-        status = replace(
             status,
             seals=(follows.kept.seal,),
             newest=f"kept {follows.kept.description}",
             newest_release=status.newest_release if arrived else 0,
-            tables=table_statuses,
-            version_of=partial(self._version_at, state),
-            seal_of=self._maker.history.seal_of,
+            tables=partial(_tables_of_kept, state if arrived else ViewState(), self.model, policy),
             seconds_since=lambda _version: max(0.0, Moment.now().after_ns(since) / 1e9),
+            compared=True,
         )
-        if state.head is None:
-            return status
-        return replace(status, release=state.statistics, released=self.released)
 
     # Making releases, one call at a time.
 
     def drop_removed(self) -> None:
         """Drop tables that the model has removed. Replicas then reconnect."""
         if self.state.has_removed:
-            self._maker.state = self.state.without_removed()
+            self.maker.state = self.state.without_removed()
             self._releases.forget()
             self._signal.wake()
 
-    @property
-    def refused(self) -> bool:
-        """Whether the last release is not on disk, because the log refused it."""
-        return self._maker.pending is not None
-
-    async def write_refused(self) -> None:
-        """Write the release that the log refused, if there is one."""
-        await self._maker.finish()
-
     async def prepare(
-        self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] | None = None
+        self,
+        policy: Policy,
+        overdue_version: int = 0,
+        goes_on: GoesOn = lambda: True,
+        reason: str = "",
     ) -> None:
-        """Ensure that the view has the policy's tables in the policy's form.
+        """Ensure that the view has the policy's tables in its form. If not, a release creates them with all rows.
 
-        If some are missing, a release creates them with all rows, and takes rows of the others as the policy
-        allows; see `make_release`. If a table does not fit the policy, or there is no room, the view is unchanged,
-        with the reason in `trouble`.
+        If a table does not fit the policy, or there is no room, the view is unchanged; `trouble` says why.
         """
-        await self.write_refused()  # That release may be the one with these tables.
-        plan = None
-        try:
-            if self.model.head and not self._has_form(policy):
-                forms = [(table, policy.form_of(table.spec)) for table in self.model.tables.followed(policy)]
-                for _, form in forms:  # Tables may be newer than the policy.
-                    form.check()
-                plan = await self._maker.plan(forms)
+        await self.maker.finish()  # That release may be the one with these tables.
+        if not self.model.head or self._has_form(policy):
             self.trouble = ""
+            return
+        what = {"policy": policy, "overdue_version": overdue_version, "goes_on": goes_on}
+        try:
+            forms = [(table, policy.form_of(table.spec)) for table in self.model.tables.followed(policy)]
+            for _, form in forms:  # Tables may be newer than the policy.
+                form.check()
+            plan = await self.maker.plan(reason, forms, **what)
         except (InvalidInput, StorageFailed) as error:
             self.trouble = str(error)
             self._signal.wake()
             raise
-        if plan:
-            await self._maker.make(replace(plan, policy=policy, overdue_version=overdue_version, goes_on=goes_on))
+        self.trouble = ""
+        await self.maker.make(plan)
 
     async def make_release(
-        self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] | None = None
+        self, policy: Policy, overdue_version: int, goes_on: GoesOn = lambda: True, reason: str = ""
     ) -> None:
-        """Make the next release by the policy, with the present tables.
-
-        Rows dirty since `overdue_version` or longer are overdue. `goes_on` checks on the model's thread whether to
-        make it after all. If the log refuses it, the next call writes it again first.
-        """
-        await self.write_refused()
+        """Make the next release by the policy, with the present tables; first, one that the log refused."""
+        await self.maker.finish()
         if self.state.head:
-            plan = ReleasePlan(self.state.tables, (), (), policy, overdue_version, goes_on)
-            await self._maker.make(plan)
+            await self.maker.make(ReleasePlan(reason, self.state.tables, (), (), policy, overdue_version, goes_on))
 
-    async def go_to(self, follows: Follow, policy: Policy, goes_on: Callable[[], bool]) -> None:
-        """Make the release that brings replicas to a kept version, whatever the policy holds back.
-
-        It loads the version's tables, which takes as much memory as the model until the release is made.
+    async def go_to(self, follows: Follow, policy: Policy, goes_on: GoesOn, reason: str) -> None:
+        """Make the release that brings replicas to a kept version, whatever the policy holds back. Until then, the
+        version's tables take as much memory as the model.
         """
         check_past(follows.kept, self.model.seals)
         # Convert every row that replicas may hold first, so that they get only the difference.
-        await self.prepare(policy, goes_on=goes_on)
-        kept = await in_own_thread(load_kept, self.model, follows.kept.id, policy)
+        await self.prepare(policy, goes_on=goes_on, reason=reason)
+        kept = await in_own_thread(self.model.load_kept, follows.kept.id, policy)
         if self.arrived(policy) or not goes_on():
             return
-        plan = await self._maker.plan([(table, policy.form_of(table.spec)) for table in kept.values()])
-        plan = replace(plan, policy=policy, goes_on=goes_on, kept=follows.kept, kept_tables=kept)
-        await self._maker.make(plan)
+        what = {"policy": policy, "goes_on": goes_on, "kept": follows.kept, "kept_tables": kept}
+        forms = [(table, policy.form_of(table.spec)) for table in kept.values()]
+        await self.maker.make(await self.maker.plan(reason, forms, **what))
 
-    def _changed(self) -> None:
-        """Wake replicas that may wait for a release."""
-        self._releases.have(None, self.position.number)
+    def _changed(self, release: FrozenRelease | None) -> None:
+        """Wake replicas that may wait for a release. Those at the one before get `release`."""
+        follows = self.follows
+        shown = not follows or self.state.kept == follows.kept.id
+        self._releases.have(release if shown else None, self.position.number)
         self._signal.wake()
 
     # For checkpoints, see `checkpoints.writing.Source`. On the model's thread.
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """Its tables, including a release that is not on disk yet."""
-        return sources(self.owner, self._maker.latest)
+        return sources(self.owner, self.maker.latest)
 
     def checkpoint_state(self) -> dict[str, Any] | None:
         """The state for `restore`; None while a release is being written."""
-        return self._maker.checkpoint_state()
+        return self.maker.checkpoint_state()
 
     async def recover(self) -> str:
-        """Continue from the result of `replay`, once the model is loaded. Call it before any other method.
-
-        Returns why the view cannot continue, so that its replicas need every row from a new view; empty if it can.
+        """Continue from the result of `replay`, once the model is loaded. Return why the view cannot continue, so
+        that its replicas need every row from a new view; empty if it can.
         """
         replay = self.replay
         if replay is None or not replay.begun:
@@ -367,7 +325,7 @@ class View:
         if self._record and self._record["model_history"] != self.model.history:
             return "it belongs to another history of the model"
         if not replay.lost:
-            await self._maker.resume(replay.state)
+            await self.maker.resume(replay.state)
         self.replay = None  # It refers to tables.
         return replay.lost
 
@@ -380,7 +338,7 @@ class View:
     def _visible(self) -> tuple[list[StampedTable], Head | None] | None:
         """The tables and the head for replicas; None while a release is being written."""
         self.model.tables.check_sound()
-        state = self._maker.visible
+        state = self.maker.visible
         if state and self.follows and state.kept != self.follows.kept.id:
             return None
         return ([table.sent for table in state.tables], state.head) if state else None
@@ -397,6 +355,14 @@ def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
 
 
+def _tables_of_kept(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]:
+    """The tables at a kept version. Replicas lack every row until the view is there."""
+    if not state.head:
+        return _tables(state, model, policy)
+    held = ((table, _held(table, state)) for table in state.tables)
+    return [replace(status, lacking=table.lacking_of_kept, backlog=None) for table, status in held]
+
+
 def _held(table: ViewTable, state: ViewState) -> TableStatus:
     return TableStatus(table.form.spec, table.sent.spec.row_bytes, table.lacking, state.backlog.get(table.name))
 
@@ -407,19 +373,13 @@ def _missing(table: StampedTable, policy: Policy) -> TableStatus:
 
 
 class ReleaseLoop:
-    """Makes the releases of one consumer, in the event loop, until it is ended.
-
-    Attributes:
-        view: the view of the consumer.
-    """
+    """Makes the releases of one consumer's view, in the event loop, until it is ended."""
 
     def __init__(
         self, consumer: Consumer, view: View, events: Events, pauses: Callable[[], Iterator[float]] = backoff
     ) -> None:
         """`pauses` yields the seconds before each attempt after a failure."""
-        self._consumer = consumer
-        self.view = view
-        self._events = events
+        self._consumer, self.view, self._events = consumer, view, events
         self._new_pauses, self._pauses = pauses, pauses()
         self._stopping, self._began_ns = asyncio.Event(), steady_ns()
         self._prepare_at = 0.0
@@ -449,7 +409,8 @@ class ReleaseLoop:
             else:
                 self._pauses, self.view.failure = self._new_pauses(), ""
             if seconds != 0:
-                await self._wait(seconds)
+                events = (self._consumer.signal.changed(), self.view.model.changed(), self._stopping.wait())
+                await first_of(*events, seconds=seconds)
 
     async def _advance(self) -> float | None:
         """Do what is due. Return the seconds until the next look; None = wait for a change."""
@@ -459,25 +420,24 @@ class ReleaseLoop:
         now = next_action(policy, self._situation(policy), steady_ns(), view.options)
         if now.action is Action.WAIT:
             return now.seconds
-        logger.debug("consumer %s: %s: %s", self._consumer.name, now.action.value, now.reason)
         # The consumer may be paused before the newest version is read, and no replica may get its rows then.
         match now.action:
             case Action.WRITE:
-                await view.write_refused()
+                await view.maker.finish()
             case Action.FOLLOW if following:
-                await view.go_to(following, policy, lambda: self._goes_on_to(following))
+                await view.go_to(following, policy, lambda: self._goes_on_to(following), now.reason)
             case Action.TABLES:
-                await self._prepare(policy)
+                await self._prepare(policy, now.reason)
             case Action.ROWS:
-                await view.make_release(policy, self._overdue_version(policy), self._goes_on)
+                await view.make_release(policy, self._overdue_version(policy), self._goes_on, now.reason)
         if view.position != before:
             self._emit(EventKind.RELEASE_MADE, number=view.position.number)
         return 0
 
-    async def _prepare(self, policy: Policy) -> None:
+    async def _prepare(self, policy: Policy, reason: str) -> None:
         """Make the tables of the policy. If that fails, keep the old ones for now."""
         try:
-            await self.view.prepare(policy, self._overdue_version(policy), self._goes_on)
+            await self.view.prepare(policy, self._overdue_version(policy), self._goes_on, reason)
         except (InvalidInput, StorageFailed) as error:
             if not self.view.trouble:  # The log refused a release.
                 raise
@@ -510,7 +470,7 @@ class ReleaseLoop:
             ready=state.head is not None and any(r.stream and r.applied == position for r in replicas),
             paused=not self._goes_on(),
             connected=any(replica.stream for replica in replicas),
-            refused=view.refused,
+            refused=view.maker.pending is not None,
             follows=view.follows.kept.description if view.follows else "",
             arrived=view.arrived(policy),
             fits=not view.trouble and (view.fits(policy) or model.head is None),
@@ -526,16 +486,9 @@ class ReleaseLoop:
         return seals[older - 1].version if older else 0
 
     def _sealed_ns(self, version: int) -> int:
-        """When a version was sealed, by `steady_ns`.
-
-        If the time is known only by the wall clock, the version counts as sealed before this loop began.
-        """
+        """When a version was sealed, by `steady_ns`; before this loop if only the wall clock's time is known."""
         moment = self.view.model.seals.sealed_at(version)
         return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
-
-    async def _wait(self, seconds: float | None) -> None:
-        events = (self._consumer.signal.changed(), self.view.model.changed(), self._stopping.wait())
-        await first_of(*events, seconds=seconds)
 
 
 def _steady_ns(moment: Moment) -> int:

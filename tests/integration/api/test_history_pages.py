@@ -8,7 +8,7 @@ from tests.support.command import deltasync
 from tests.support.fleet import admin_of
 from tests.support.server import RunningService
 
-from deltasync.consumers.serving_history import HistoryLine, history_stream, pack_line
+from deltasync.consumers.follow import HistoryLine, history_stream, pack_line
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
 

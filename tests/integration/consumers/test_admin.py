@@ -1,6 +1,5 @@
 """Managing consumers, over HTTP and by the command line, and what operators see."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -224,25 +223,6 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         assert samples["deltasync_table_rows", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 40
         assert samples["deltasync_table_bytes", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 640
         assert samples["deltasync_log_bytes", ()] > size
-
-
-def test_the_command_line_shows_lag(running: RunningService) -> None:
-    with RankStream(running.grpc) as rank, ReplicaStream(running.grpc) as replica:
-        rank.opened()
-        rank.send(*full_part(1, random_rows(0), WHOLE))
-        replica.release()
-        code, shown, _ = deltasync("lag", "predictors", "--service", running.http)
-        assert code == 0
-        lines = [line.split() for line in shown.splitlines()]
-        assert lines[0][:6] == ["consumer", "predictors", "model", "clicks", "head", "1"]
-        assert lines[2][:7] == ["lag", "1", "version,", "70", "rows,", "1.6", "kB,"]
-        assert lines[4][:6] == ["replica", "state", "since", "offset", "versions", "rows"]
-        assert lines[5][:2] == ["p0", "connected"]
-        assert "lacks 1 version," in shown
-        assert [line[0] for line in lines[8:]] == [shard.table.name for shard in WHOLE]
-        code, shown, _ = deltasync("lag", "predictors", "--json", http=running.http)
-        assert code == 0
-        assert json.loads(shown)["lag"]["rows"] == 70
 
 
 def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:

@@ -1,12 +1,11 @@
 """A fleet that follows a canary at a distance, objections, and what consumers served when."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fleet import Trainer, follow, held, lost, wait_for_lag
+from tests.support.fleet import Trainer, follow, held, wait_for_lag
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
@@ -87,112 +86,6 @@ def test_a_fleet_follows_a_canary_stops_at_an_objection_and_goes_back(
         if each["event"] == "consumer_objects"
     ]
     assert events == [("canary", "its AUC fell"), ("canary", "withdrawn: its AUC fell")]
-
-
-def versions_of(service: RunningService, consumer: str) -> list[str]:
-    """The names of the kept versions that a consumer has followed, in order."""
-    events = [each for each in service.get_json("/events") if each["event"] == "consumer_follows"]
-    texts = [each["text"] for each in events if each["subject"]["consumer"] == consumer]
-    return [text.partition("(")[2].partition(")")[0] for text in texts]
-
-
-def waits(service: RunningService, text: str) -> None:
-    wait_for_lag(service, "predictors", lambda lag: text in lag["follows"])
-
-
-SKIPPED = "not all replicas of consumer 'canary' have held a later kept version"
-
-
-def test_a_version_to_which_the_canary_objected_is_never_given_to_others(
-    service: RunningService, admin: Admin
-) -> None:
-    """Not even if the objection is withdrawn while the replica that held it is away."""
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
-        trainer.publish_all()
-        admin.keep_version("clicks", "first")
-        with lost(follow(service, "canary", "c", NumpyTarget())):
-            at(service, "canary", 1)
-            admin.follow_consumer("predictors", "canary", BEHIND, "stay", "first")
-            admin.object("canary", "its AUC falls")
-            trainer.change(10)
-            at(service, "canary", 2)
-            admin.keep_version("clicks", "bad")
-        trainer.change(10)
-        admin.withdraw_objection("canary")
-        with follow(service, "canary", "c", NumpyTarget()):
-            at(service, "canary", 3)
-            waits(service, "no version has been kept since consumer 'canary' withdrew its objection")
-            admin.keep_version("clicks", "good")
-            at(service, "predictors", 3)
-    assert versions_of(service, "predictors") == ["first", "good"]
-
-
-def test_a_version_that_the_canary_has_skipped_is_never_given_to_others(
-    service: RunningService, admin: Admin
-) -> None:
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "predictors", "p", NumpyTarget()),
-        follow(service, "canary", "c", NumpyTarget()),
-    ):
-        trainer.publish_all()
-        admin.keep_version("clicks", "first")
-        admin.follow_consumer("predictors", "canary", BEHIND, "stay", "first")
-        at(service, "canary", 1)
-        admin.pause_consumer("canary")
-        trainer.change(10)
-        admin.keep_version("clicks", "skipped")
-        trainer.change(10)
-        admin.resume_consumer("canary")
-        at(service, "canary", 3)
-        wait_for(lambda: [line["replicas"] for line in admin.history("canary")][-1:] == [{"c": 3}])
-        waits(service, SKIPPED)
-        trainer.change(10)
-        admin.keep_version("clicks", "held")
-        at(service, "predictors", 4)
-    assert versions_of(service, "predictors") == ["first", "held"]
-
-
-def test_a_version_counts_only_while_the_canary_lives(service: RunningService, admin: Admin) -> None:
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
-        trainer.publish_all()
-        admin.keep_version("clicks", "first")
-        admin.follow_consumer("predictors", "canary", BEHIND, "stay", "first")
-        with lost(follow(service, "canary", "c", NumpyTarget())):
-            trainer.change(10)
-            at(service, "canary", 2)
-        admin.keep_version("clicks", "second")
-        waits(service, "consumer 'canary' has no connected replica")
-        with follow(service, "canary", "c", NumpyTarget()):
-            at(service, "predictors", 2)
-    assert versions_of(service, "predictors") == ["first", "second"]
-
-
-def test_a_distance_survives_a_restart_and_its_time_goes_on(tmp_path: Path) -> None:
-    policies = {"canary": Policy()}
-    with ExitStack() as stack:
-        with RunningService(tmp_path / "data", policies=policies) as service:
-            admin = Admin(Endpoint(service.http, TOKEN))
-            stack.enter_context(follow(service, "canary", "c", NumpyTarget()))  # It does not say goodbye.
-            with Trainer(service.grpc) as trainer:
-                trainer.publish_all()
-                admin.keep_version("clicks", "first")
-                admin.follow_consumer("predictors", "canary", 300.0, "back", "first")
-                admin.object("canary", "its AUC fell")
-                wait_for(lambda: [line["replicas"] for line in admin.history("canary")][-1:] == [{"c": 1}])
-        with RunningService(tmp_path / "data", policies=policies) as service:
-            admin = Admin(Endpoint(service.http, TOKEN))
-            wait_for(lambda: "its AUC fell" in admin.consumer("predictors")["follows"])
-            admin.withdraw_objection("canary")
-            wait_for(lambda: "no later version is kept" in admin.consumer("predictors")["follows"])
-            replicas = [line["replicas"] for line in admin.history("canary")]
-            assert replicas[-1] == {"c": 1}, "it had proven its version before the restart"
-            with pytest.raises(Contradiction, match="consumer 'canary' is followed by predictors"):
-                admin.delete_consumer("canary")
-            admin.follow_version("predictors", "live")
-            admin.delete_consumer("canary")
-            admin.create_consumer("canary", "clicks", Policy())
-            assert admin.history("canary") == [], "a new consumer begins a new history"
 
 
 def test_what_cannot_be_followed_at_a_distance_is_refused(service: RunningService, admin: Admin) -> None:

@@ -106,7 +106,7 @@ def test_no_table_of_a_paused_consumer_is_deleted(service: RunningService, consu
         wait_for(lambda: set(target.bytes()) == {"item"})
 
 
-def test_what_goes_out_afterwards_is_what_the_rows_are_then(service: RunningService) -> None:
+def test_after_a_pause_replicas_get_the_current_rows(service: RunningService) -> None:
     """Not what another consumer is still being sent of the version that is to be passed over."""
     target, admin = Recorder(), admin_of(service)
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
@@ -141,7 +141,7 @@ def test_a_replica_with_nothing_waits_and_lag_says_why(service: RunningService) 
 
 
 @pytest.mark.nightly
-def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None:
+def test_a_pause_survives_a_restart_with_what_replicas_hold(tmp_path: Path) -> None:
     arguments = ("--consumer", "predictors=clicks")
     target = Recorder()
     with ServiceProcess(tmp_path / "data", *arguments) as service:
@@ -167,7 +167,7 @@ def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("policy", [Policy(top_k=2), Policy(tables=("user",)), Policy(ready_within_seconds=5)])
 @pytest.mark.parametrize("consumer", ["predictors", "top"])
-def test_another_policy_is_for_after_the_pause(service: RunningService, consumer: str, policy: Policy) -> None:
+def test_a_policy_set_during_a_pause_counts_after_it(service: RunningService, consumer: str, policy: Policy) -> None:
     target, admin = Recorder(), admin_of(service)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())
@@ -187,7 +187,7 @@ def test_another_policy_is_for_after_the_pause(service: RunningService, consumer
         assert expected.keys() == ({"user"} if policy.tables == ("user",) else {USER.name, ITEM.name})
 
 
-def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(service: RunningService) -> None:
+def test_a_paused_replica_without_lag_gets_damaged_rows_repaired(service: RunningService) -> None:
     target, admin = Recorder(), admin_of(service)
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
@@ -198,7 +198,7 @@ def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(ser
         assert target.bytes() == trainer.expected()
 
 
-def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_is_logged_counted_and_shown(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer, options = (("consumer", "probes"),), ("--service", service.http)
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
@@ -221,17 +221,7 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     assert samples["deltasync_events_total", (("event", "consumer_resumed"),)] == 1
 
 
-def test_who_pauses_again_adds_a_reason_and_changes_neither_time_nor_name(service: RunningService) -> None:
-    admin = admin_of(service)
-    admin.pause_consumer("probes", "one")
-    first = service.get_json("/consumers/probes")["paused"]
-    admin.pause_consumer("probes", "two")
-    assert service.get_json("/consumers/probes")["paused"] == first | {"reason": "two; one"}
-    Endpoint(service.http, TOKEN).ask("PUT", "/consumers/probes/pause", None)
-    assert service.get_json("/consumers/probes")["paused"]["reason"] == "two; one"
-
-
-def test_what_is_wrong_pauses_nothing(service: RunningService) -> None:
+def test_an_invalid_request_pauses_nothing(service: RunningService) -> None:
     for change in (Admin.pause_consumer, Admin.resume_consumer):
         with pytest.raises(NotPermitted):
             change(Admin(Endpoint(service.http, "wrong")), "probes")

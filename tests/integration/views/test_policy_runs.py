@@ -1,7 +1,5 @@
 """Consumers with a policy through full disks, lost files, other runs and other forms."""
 
-from concurrent.futures import Future
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +8,22 @@ import pytest
 from tests.support.fleet import (
     AT_ONCE,
     ITEM,
-    TABLES,
     USER,
     WAIT,
     Recorder,
     Trainer,
     follow,
-    lost,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
-from deltasync.base.errors import StorageFailed
-from deltasync.client import Admin, CallbackTarget, Position, Release, Shard
+from deltasync.client import Position, Release
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
-from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableSpec
-from deltasync.core.value_types import ValueType
-from deltasync.log.lmdb_store import LmdbStore
-from deltasync.log.log_store import LogOptions
-from deltasync.log.records import pack_json, unpack_json
-from deltasync.model.model_store import ModelStore
-from deltasync.views.log import view_name
-from deltasync.views.table import EncodedTable
 
-POLICIES = {
-    "top": Policy(top_k=0.1),
-    "user": Policy(tables=("user",), top_k=2),
-    "ids": Policy(mode=Mode.IDS, top_k=5),
-}
 # Streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 ALL_ROWS = USER.rows + ITEM.rows
@@ -50,65 +31,6 @@ ALL_ROWS = USER.rows + ITEM.rows
 
 def rows_of(release: Release) -> int:
     return sum(len(rows.ids) for rows in release.rows)
-
-
-def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise StorageFailed("no room for a table")
-
-    patch.setattr(EncodedTable, "_room_for", full)
-
-
-def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
-    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, joining = Recorder(), Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target) as replica:
-        wait_until_in_sync(service, "top", trainer.publish_all())
-        with monkeypatch.context() as patch:
-            no_room_for_views(patch)
-            admin.update_consumer("top", Policy(top_k=0.1, value_type=ValueType.INT8))
-            wait_for_lag(service, "top", lambda lag: "the policy is not in force" in lag["reason"])
-            head = trainer.change(5)
-            assert "no room for a table" in wait_until_in_sync(service, "top", head)["reason"]
-            with follow(service, "top", "b", joining) as other:
-                other.wait_for(head, WAIT)
-            assert target.bytes() == joining.bytes() == trainer.expected()
-        lag = wait_for_lag(service, "top", lambda _: target.bytes() == trainer.expected(ValueType.INT8))
-        assert "not in force" not in lag["reason"]
-        replica.check()
-
-
-def test_a_view_that_cannot_come_back_begins_anew_and_others_go_on(tmp_path: Path) -> None:
-    lost, other = Recorder(), Recorder()
-    with (
-        RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service,
-        Trainer(service.grpc) as trainer,
-        follow(service, "top", "a", lost) as top,
-        follow(service, "user", "a", other) as user,
-    ):
-        head = trainer.publish_all()
-        for consumer in ("top", "user"):
-            wait_until_in_sync(service, consumer, head)
-    with closing(LmdbStore(LogOptions(directory=tmp_path / "data" / "log"))) as log:
-        record = unpack_json(log.items(view_name("top"))[""])
-        log.put(view_name("top"), pack_json(record | {"model_history": "another"})).result()
-    sizes = {id(each): len(each.releases) for each in (lost, other)}
-    with (
-        RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service,
-        Trainer(service.grpc, run="r2", started=2) as trainer,
-        follow(service, "top", "a", lost, held=top.held),
-        follow(service, "user", "a", other, held=user.held),
-    ):
-        trainer.rows["user"][7] = 7
-        head = trainer.publish_all()
-        for consumer in ("top", "user"):
-            wait_until_in_sync(service, consumer, head)
-        assert lost.bytes() == trainer.expected()
-        assert other.bytes() == {"user": trainer.expected()["user"]}
-    assert lost.releases[sizes[id(lost)]].resync
-    changed = [each for each in other.releases[sizes[id(other)] :] if each.rows]
-    assert [(each.resync, rows_of(each)) for each in changed] == [(False, 1)]
 
 
 def test_the_service_starts_without_room_for_the_table_of_a_policy(
@@ -151,20 +73,6 @@ def test_a_target_that_can_be_read_is_not_asked_for_rows_it_was_not_given(servic
     assert lag["damages"] == 0
     assert [(replica["checked"], replica["damaged"]) for replica in lag["replicas"]] == [(False, [])]
     assert len(cache.changed[0]) == ALL_ROWS
-
-
-def test_from_ids_to_values_while_nobody_is_connected(service: RunningService, admin: Admin) -> None:
-    target, seen = Recorder(), list[Release]()
-    with Trainer(service.grpc) as trainer:
-        with lost(follow(service, "ids", "a", CallbackTarget(seen.append))):
-            wait_until_delivered(service, "ids", trainer.publish_all())
-        wait_for_lag(service, "ids", lambda lag: lag["state"] == "away")
-        admin.update_consumer("ids", Policy(top_k=5))
-        with follow(service, "ids", "a", target) as replica:
-            replica.wait_for(1, WAIT)
-            assert target.bytes() == trainer.expected()
-            replica.wait_for(trainer.change(3), WAIT)
-    assert all(rows.norms is None for release in target.releases for rows in release.rows)
 
 
 def test_a_replica_learns_of_a_version_without_changes_of_its_tables(service: RunningService) -> None:
@@ -210,36 +118,3 @@ def test_rows_of_another_run_all_go_out_at_once(service: RunningService) -> None
             wait_until_in_sync(service, "top", trainer.change(20))
             assert rows_of(target.releases[begun]) == 4  # Of 40 dirty rows.
     assert [release.resync for release in target.releases].count(True) == 1
-
-
-def test_a_table_that_comes_while_a_release_is_frozen_raises_no_alarm(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who joins meanwhile is given that release, beside a table that it does not know of: one of a cut that could
-    not be sealed.
-    """
-
-    def refused(*_: object) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("no seal"))
-        return failed
-
-    late = TableSpec("late", 5, 8)
-    tables = [*TABLES, late]
-    target = Recorder()
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="predictors", replica="slow", budget=1) as slow:
-            slow.until("chunk")
-            shards = [Shard.whole(table) for table in tables]
-            with RankStream(service.grpc, run="r2", started=2, tables=tables, shards=shards) as rank:
-                rank.opened()
-                monkeypatch.setattr(ModelStore, "seal", refused)
-                rows = enumerate(random_rows(2, tables))
-                rank.send(*part(2, [(slot, range(len(some)), some) for slot, some in rows], full=True))
-                assert "no seal" in rank.refusal()[1]
-                with follow(service, "predictors", "fresh", target) as fresh:
-                    fresh.wait_for(1, WAIT)
-                    lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
-    assert target.bytes() == {**trainer.expected(), "late": bytes(5 * 8 * 4)}
-    assert (lag["damages"], lag["replicas"][0]["replica"]) == (0, "fresh")

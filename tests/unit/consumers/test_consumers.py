@@ -17,8 +17,7 @@ from deltasync.api.reload import outcome
 from deltasync.api.subscribe import StreamEnded, departure, superseded
 from deltasync.base.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
 from deltasync.base.events import EventKind, event_line
-from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
-from deltasync.consumers.pause import Pause
+from deltasync.consumers.consumer import Consumer, ConsumerOptions, Pause, Replica
 from deltasync.consumers.registry import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position, can_continue
@@ -56,7 +55,7 @@ def test_lag_is_the_distance_to_the_head(first_kept: int, more: int, offset: int
     assert lag == Lag(last - offset, 5, 2 * (8 + 8) + 3 * (8 + 16), last + 5 - oldest_unsent)
 
 
-def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_that_was_set_back() -> None:
+def test_lag_is_zero_before_the_first_cut_and_never_negative() -> None:
     assert measure(0, [], ROW_BYTES, [0, 0], 10**9) == NONE
     assert measure(0, seals(1, 1), ROW_BYTES, [1, 0], 0).seconds == 0
 
@@ -239,7 +238,7 @@ def test_a_goodbye_without_a_stream_counts_for_the_instance_that_says_it(
 TOP = Policy(top_k=3)
 
 
-def test_it_says_what_has_changed_and_what_has_not() -> None:
+def test_configuring_reports_what_has_changed_and_what_has_not() -> None:
     before = {name: ("m", Policy()) for name in ("same", "other", "gone", "wrong", "kept")}
     after = before | {"new": ("m", Policy()), "other": ("m", TOP)}
     wanted = [ConsumerOptions(name, "m", TOP) for name in ("new", "other", "same", "wrong")]
@@ -267,7 +266,7 @@ def test_it_says_what_has_changed_and_what_has_not() -> None:
         (KeyError("x"), False, "a", False, EventKind.REPLICA_LEFT, "KeyError: 'x'"),
     ],
 )
-def test_who_leaves_is_told_apart(
+def test_a_goodbye_forgets_and_a_lost_connection_does_not(
     error: BaseException, goodbye: bool, instance: str, replaced: bool, kind: EventKind, reason: str
 ) -> None:
     found = departure(error, goodbye=goodbye, instance=instance, replaced=replaced)
@@ -289,7 +288,7 @@ def test_only_another_of_its_name_has_to_stop(ours: str, newer: str, kind: type[
 
 
 @in_service(limits=LimitOptions(consumers=2))
-async def test_there_are_so_many_consumers(service: Service) -> None:
+async def test_the_number_of_consumers_is_limited(service: Service) -> None:
     for name in ("one", "two", "two"):
         await service.consumers.create(name, "clicks", Policy())
     with pytest.raises(LimitReached, match=r"consumers: at most 2 are allowed \(limit consumers\)"):
@@ -301,7 +300,7 @@ async def test_there_are_so_many_consumers(service: Service) -> None:
 
 
 @in_service(limits=LimitOptions(replicas_per_consumer=2))
-async def test_a_consumer_has_so_many_replicas(service: Service) -> None:
+async def test_the_number_of_replicas_of_a_consumer_is_limited(service: Service) -> None:
     registry = service.registry
     consumer, streams = await registry.create("c", "clicks", Policy()), [asyncio.Event() for _ in range(4)]
     replicas = [registry.connect(consumer, name, streams[0]) for name in ("one", "two")]
@@ -313,7 +312,7 @@ async def test_a_consumer_has_so_many_replicas(service: Service) -> None:
 
 
 @in_service()
-async def test_who_takes_the_name_of_a_replica_of_others_is_told_of(service: Service) -> None:
+async def test_an_event_reports_who_takes_over_the_name_of_a_replica(service: Service) -> None:
     registry, told = service.registry, list[str]()
     service.events.listen(lambda event: told.append(event_line(event)))
     consumer = await registry.create("c", "clicks", Policy())

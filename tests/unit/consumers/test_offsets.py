@@ -69,7 +69,7 @@ async def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_p
         assert [each.applied for each in found] == 2 * [Position("h", 4999)]
 
 
-async def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(tmp_path: Path) -> None:
+async def test_a_guest_is_forgotten_after_its_stream_and_never_written(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         consumer, [stays, goes, other] = await fleet_of(service, 3)
         stays.guest = goes.guest = True
@@ -83,17 +83,16 @@ async def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_
         assert {each.name: each.applied for each in service.registry.get("c").replicas.values()} == {"r2": AT}
 
 
-def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path) -> None:
     """However many replicas have moved, a few offsets are ahead of it."""
-    log = LmdbStore(LogOptions(directory=tmp_path))
     written = list[str]()
-    keep = LmdbStore._keep
 
-    def counted(log: LmdbStore, txn: Any, records: Mapping[str, bytes | None], *after: Any) -> None:
-        written.extend(records)
-        keep(log, txn, records, *after)
+    class Counting(LmdbStore):
+        def _keep(self, txn: Any, records: Mapping[str, bytes | None], *after: Any) -> None:
+            written.extend(records)
+            super()._keep(txn, records, *after)
 
-    monkeypatch.setattr(LmdbStore, "_keep", counted)
+    log = Counting(LogOptions(directory=tmp_path))
 
     async def main() -> None:
         offset_log = OffsetLog(log, Events(), ())
@@ -112,7 +111,7 @@ def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path, monkeypa
     assert len(written) == FLEET
 
 
-def test_a_tenth_of_the_time_is_taken_and_none_waits_for_long() -> None:
+def test_offsets_take_a_tenth_of_the_time_and_wait_at_most_a_second() -> None:
     assert pause_after(0.0) == 0.0
     assert pause_after(0.02) == pytest.approx(0.18)
     assert pause_after(30.0) == 1.0
@@ -191,7 +190,7 @@ class Steps:
 
     def __init__(self, disk: MemoryDisk) -> None:
         self.log = SlowStore(disk)
-        self.offsets = OffsetLog(self.log, Events(), ())
+        self.offsets = OffsetLog(self.log, Events(), (), lambda _: 3600.0)  # A pause ends by `rest` alone.
         self.wanted, self.seen = dict[str, int](), dict[str, set[int]]()
         self.forgotten = 0  # Writes of these that are pending.
 
@@ -214,7 +213,7 @@ class Steps:
 
     def forget_all(self, *_: object) -> None:
         self.wanted.clear()
-        MemoryStore.put_all(self.log, self.offsets.all_forgotten("c"))
+        MemoryStore.put_all(self.log, self.offsets.forgotten("c"))
         assert recorded_offsets(self.log, "c") == {}
 
     def write(self, *_: object) -> None:
@@ -241,7 +240,7 @@ class Steps:
     ),
     st.booleans(),
 )
-def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most(
+def test_the_log_ends_with_the_newest_offsets_and_queues_one_of_each(
     steps: list[tuple[Callable[[Steps, str, int], None], str, int]], ends_well: bool
 ) -> None:
     """A kill loses only what was noted and not submitted yet: what there is, was true once."""
@@ -258,9 +257,7 @@ def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most
             having.offsets.write_all()
         return having
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offsets, "pause_after", lambda _: 3600.0)  # A pause ends by `Steps.rest` alone.
-        having = asyncio.run(main())
+    having = asyncio.run(main())
     found = {name: each.applied.number for name, each in recorded_offsets(having.log, "c").items()}
     assert all(number in having.seen[name] for name, number in found.items())
     if ends_well:

@@ -18,7 +18,6 @@ from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
-from deltasync.views.kept_tables import load_kept
 
 MODEL = "clicks"
 POLICIES = {"canary": Policy(), "fleet": Policy(), "ranked": Policy(top_k=3)}
@@ -155,7 +154,7 @@ def test_every_action_is_done_or_not_whenever_it_ends(
             assert rows_of(service) == play.rows[model.position.number]
             versions = await service.versions.kept(MODEL)
             for kept, _ in versions:
-                loaded = await asyncio.to_thread(load_kept, model, kept.id, Policy())
+                loaded = await asyncio.to_thread(model.load_kept, kept.id, Policy())
                 assert {key.name: table.rows.tobytes() for key, table in loaded.items()} == play.rows[kept.version]
             for name in POLICIES:
                 await arrive(service, name)

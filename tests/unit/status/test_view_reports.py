@@ -16,9 +16,8 @@ from tests.unit.support.async_tests import as_test
 
 from deltasync.base.clock import steady_ns
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.consumer import Consumer, Pause, Replica
 from deltasync.consumers.follow import Follow
-from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec

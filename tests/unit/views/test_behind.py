@@ -11,7 +11,6 @@ from deltasync.base.clock import FOREVER_NS
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.model.applied_tables import AppliedTables
 
 SECOND = 10**9
 USER = TableSpec("user", 20, 2)
@@ -60,16 +59,14 @@ async def test_a_version_is_the_newest_until_the_next_one(local: LocalModel, clo
     assert [local.model.behind_ns(n, Policy()) for n in (1, 2, 3)] == [5 * SECOND, 3 * SECOND, 0]
 
 
-async def test_a_version_that_cannot_be_applied_yet_is_the_newest(
-    local: LocalModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+async def test_a_version_that_cannot_be_applied_yet_is_the_newest(local: LocalModel, clock: Clock) -> None:
+    def fail(_: object) -> None:
         raise RuntimeError("no")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(AppliedTables, "apply", fail)
-        with pytest.raises(RuntimeError):
-            await cut(local)
+    local.model.tables[0].before_change.append(fail)
+    with pytest.raises(RuntimeError):
+        await cut(local)
+    local.model.tables[0].before_change.remove(fail)
     clock.wait(2)
     assert local.model.behind_ns(1, Policy()) == 2 * SECOND
 

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.support.view_scenarios import (
     bits_of,
     changed,
     held_by_a_replica,
-    refuse,
     same_as_the_model,
     small_blocks,
 )
@@ -30,39 +28,32 @@ from tests.unit.views.models import Models
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import Event, EventKind, Events
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import Pause
+from deltasync.consumers.consumer import Consumer, Pause, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.rows import DamagedRows
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import ViewLog
-from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.view import ReleaseLoop, View
 
 
 class Disk:
-    """Holds back a method that waits for the disk, until it is let go."""
+    """Holds back the records of a release, until it is let go."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, owner: type[Any], name: str) -> None:
-        self.begun, self._go = asyncio.Event(), threading.Event()
+    def __init__(self) -> None:
+        self.begun, self._go, self._loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
         self.threads: list[str] = []
-        original, loop = getattr(owner, name), asyncio.get_running_loop()
 
-        def held(*arguments: Any) -> Any:
-            self.threads.append(threading.current_thread().name)
-            loop.call_soon_threadsafe(self.begun.set)
-            assert self._go.wait(20)
-            return original(*arguments)
-
-        patch.setattr(owner, name, held)
+    def __call__(self, _stream: str) -> None:
+        self.threads.append(threading.current_thread().name)
+        self._loop.call_soon_threadsafe(self.begun.set)
+        assert self._go.wait(20)
 
     def let_go(self) -> None:
         self._go.set()
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **_what: object) -> None:
     raise ZeroDivisionError("a mistake of ours")
 
 
@@ -77,33 +68,28 @@ def _advanced(view: View, replica: Replica) -> bool:
     return True
 
 
-def _bytes(tables: Any) -> dict[str, bytes]:
-    return {name: rows.tobytes() for name, rows in tables.items()}
-
-
 async def _becomes(wanted: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not wanted():
             await asyncio.sleep(0.001)
 
 
-async def test_cuts_go_on_while_a_release_waits_for_the_disk(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cuts_go_on_while_a_release_waits_for_the_disk(local: LocalModel) -> None:
     """It is shown once it is on disk, as of the version that it was made of."""
     view = await local.prepared_view(TOP)
     before = view.position
     await local.cut(changed(1, USER, 3, 4))
     wanted = local.model.tables[0].rows.copy()
-    disk = Disk(monkeypatch, ViewLog, "write")
-    making = asyncio.create_task(view.make_release(Policy(), 0))
-    await disk.begun.wait()
-    await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
-    assert local.model.position.number == 3
-    assert (view.position, view.version_of(before.number)) == (before, 1)
-    given = view.release(before.number)
-    disk.let_go()
-    await making
+    disk = Disk()
+    with local.log_that(disk):
+        making = asyncio.create_task(view.make_release(Policy(), 0))
+        await disk.begun.wait()
+        await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
+        assert local.model.position.number == 3
+        assert (view.position, view.version_of(before.number)) == (before, 1)
+        given = view.release(before.number)
+        disk.let_go()
+        await making
     release = await given
     assert isinstance(release, FrozenRelease)
     rows = live_rows(release)[0]
@@ -117,32 +103,7 @@ async def test_cuts_go_on_while_a_release_waits_for_the_disk(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_rows_compared_in_several_turns_are_of_one_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that change while others are compared are compared again, before any of them is taken."""
-    local.options = small_blocks(2 * USER.row_bytes)
-    view, turns = await local.prepared_view(TOP), 0
-    await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
-
-    async def cut_meanwhile(turn: int) -> None:
-        nonlocal turns
-        turns = turn
-        if turn == 3:  # Row 2 was compared, row 6 was not, and row 9 had not changed.
-            await local.cut(changed(2, USER, 2, 6, 9))
-
-    before_turns(monkeypatch, local, cut_meanwhile)
-    await view.make_release(Policy(), 0)
-    assert turns > 3
-    assert view.state.compared_version == 3
-    assert view.state.statistics
-    assert view.state.statistics.taken.rows == 8
-    assert same_as_the_model(await held_by_a_replica(view), local)
-
-
-async def test_a_run_that_begins_between_turns_is_released_whole(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_that_begins_between_turns_is_released_whole(local: LocalModel) -> None:
     """Its rows do not fit those of the run before."""
     local.options = small_blocks(2 * USER.row_bytes)
     view = await local.prepared_view(TOP)
@@ -154,86 +115,45 @@ async def test_a_run_that_begins_between_turns_is_released_whole(
             await local.cut_batches(other_run, resync=True)
             await local.cut(changed(3, USER, 4, 5))
 
-    before_turns(monkeypatch, local, cut_meanwhile)
+    before_turns(local, cut_meanwhile)
     await view.make_release(TOP, 0)
     assert view.state.compared_version == 4
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_run_whose_seal_the_loop_has_not_seen_is_released_whole(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_whose_seal_the_loop_has_not_seen_is_released_whole(local: LocalModel) -> None:
     """As soon as its seal is on disk, it is."""
-    model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
+    model, view = local.model, await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 1, 2, 3))
     other_run = local.batches(changed(2, USER, *range(USER.rows)))
     seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
 
-    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ != "_turn" or model.seals.newest_version == 3:
-            return await on_thread(function, *arguments)
-        committed = asyncio.create_task(commit(model, seal, other_run))
-        await asyncio.sleep(0)  # It waits for the log.
-        while model.submit(lambda: model.tables.seal).result(20) != seal:
-            pass  # This loop does not know yet that the cut is durable.
-        more = await on_thread(function, *arguments)
-        await committed
-        return more
+    committing = list[asyncio.Task[None]]()
 
-    monkeypatch.setattr(model, "on_thread", cut_before)
+    async def cut_before(_turn: int) -> None:
+        if not committing:
+            committing.append(asyncio.create_task(commit(model, seal, other_run)))
+            await asyncio.sleep(0)  # It waits for the log.
+            while model.submit(lambda: model.tables.seal).result(20) != seal:
+                pass  # This loop does not know yet that the cut is durable.
+
+    before_turns(local, cut_before)
     await view.make_release(TOP, 0)
     assert view.state.compared_version == 3
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_new_table_and_a_new_run_are_released_together(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run began while the table was copied: rows of the table that was there fit no others any more."""
-    local.options = small_blocks(4 * USER.row_bytes)
-    view = await local.prepared_view(Policy(tables=("item",), top_k=1))
-    other_run = local.batches(changed(2, USER, *range(USER.rows)) | changed(2, ITEM, *range(ITEM.rows)))
-
-    async def cut_meanwhile(turn: int) -> None:
-        if turn == 2:
-            await local.cut_batches(other_run, resync=True)
-
-    before_turns(monkeypatch, local, cut_meanwhile)
-    before = view.position.number
-    await view.prepare(TOP)
-    assert (view.position.number, view.state.compared_version, view.state.backlog_rows) == (before + 1, 2, 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
-
-
-async def test_cuts_go_on_while_new_tables_wait_for_the_disk(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(monkeypatch, ViewLog, "write")
-    view = local.view()
-    preparing = asyncio.create_task(view.prepare(TOP))
-    await disk.begun.wait()
-    await local.cut(changed(1, USER, 3))
-    disk.let_go()
-    await preparing
-    await view.make_release(TOP, 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
-    assert not any(name.startswith("model-") for name in disk.threads)
-
-
-@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_turns"), (ViewLog, "write"), (ReleaseMaker, "plan")])
-async def test_an_unexpected_error_is_reported_and_retried(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
-) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_an_unexpected_error_is_reported_and_retried(local: LocalModel, prepared: bool) -> None:
     """It neither ends the service nor keeps other consumers from anything."""
     told: list[Event] = []
     view = local.view()
     replica = Replica("a", stream=asyncio.Event())
     loop = loop_of(view, replica, told, 0.001)
     async with asyncio.TaskGroup() as tasks:
-        with monkeypatch.context() as patch:
-            if name != "plan":
-                await view.prepare(TOP)
-            patch.setattr(owner, name, broken)
+        if prepared:
+            await view.prepare(TOP)
+        with local.log_that(broken):
             loop.begin(tasks)
             await local.cut(changed(1, USER, 3))
             replica.applied = view.position
@@ -248,39 +168,19 @@ async def test_an_unexpected_error_is_reported_and_retried(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_policy_is_in_force_although_the_log_refuses_a_release(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Event] = []
-    view, replica = local.view(), Replica("a", stream=asyncio.Event())
-    loop = loop_of(view, replica, told, 0.001)
-    async with asyncio.TaskGroup() as tasks:
-        with monkeypatch.context() as patch:
-            patch.setattr(ViewLog, "write", refuse)
-            loop.begin(tasks)
-            await _becomes(lambda: len(told) > 1)
-            assert view.trouble == ""
-            assert view.failure == "its releases cannot be made; the service retries: the disk is full"
-        await _becomes(lambda: view.may_serve(TOP) and not view.failure)
-        await loop.end()
-    assert {each.text for each in told if each.error} == {"its releases cannot be made; the service retries"}
-
-
-async def test_an_error_at_every_version_is_reported_once(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_at_every_version_is_reported_once(local: LocalModel) -> None:
     told: list[Event] = []
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())
     loop = loop_of(view, replica, told, 3600.0)
-    monkeypatch.setattr(ReleaseMaker, "_turns", broken)
     async with asyncio.TaskGroup() as tasks:
-        loop.begin(tasks)
-        for seed in range(5):
-            await local.cut(changed(seed, USER, 3))
-        await _becomes(lambda: bool(told))
-        await local.cut(changed(5, USER, 3))
-        await loop.end()
+        with local.log_that(broken):
+            loop.begin(tasks)
+            for seed in range(5):
+                await local.cut(changed(seed, USER, 3))
+            await _becomes(lambda: bool(told))
+            await local.cut(changed(5, USER, 3))
+            await loop.end()
     assert len(told) == 1
 
 
@@ -315,7 +215,7 @@ def test_a_partly_applied_version_is_released_to_nobody(runner: asyncio.Runner, 
 
 @pytest.mark.parametrize("policy", [Policy(top_k=1000), Policy(value_type=ValueType.INT8), Policy(mode=Mode.IDS)])
 async def test_rows_that_change_during_an_update_keep_their_version(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, policy: Policy
+    local: LocalModel, models: Models, policy: Policy
 ) -> None:
     local.options = SINGLE_ROWS
     other = await local.prepared_view(policy, "other")
@@ -331,8 +231,7 @@ async def test_rows_that_change_during_an_update_keep_their_version(
             consumer.pause = Pause.now("it has begun, so it is made")
             await local.cut(changed(1 + cuts, USER, *range(cuts % 3, 9, 3)))
 
-    with monkeypatch.context() as patch:
-        before_turns(patch, local, with_cuts)
+    with before_turns(local, with_cuts):
         await view.make_release(policy, 0, lambda: consumer.pause is None)
     assert cuts > 3
     assert view.state.head
@@ -351,9 +250,7 @@ async def test_rows_that_change_during_an_update_keep_their_version(
     assert (await bits_of(local.view())).tables == (await bits_of(local.view("other"))).tables
 
 
-async def test_a_damaged_row_overwritten_during_an_update_fails_the_release(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_damaged_row_overwritten_during_an_update_fails_the_release(local: LocalModel) -> None:
     """The cut is none the worse: it brings the row whole."""
     local.options = SINGLE_ROWS
     view = await local.prepared_view(Policy())
@@ -368,16 +265,12 @@ async def test_a_damaged_row_overwritten_during_an_update_fails_the_release(
             await on_thread(harm)
             await local.cut(changed(2, USER, 8))
 
-    with monkeypatch.context() as patch:
-        before_turns(patch, local, with_a_cut)
-        with pytest.raises(DamagedRows, match="user"):
-            await view.make_release(Policy(), 0)
+    with before_turns(local, with_a_cut), pytest.raises(DamagedRows, match="user"):
+        await view.make_release(Policy(), 0)
     assert local.model.position.number == 3
 
 
-async def test_a_pause_stops_a_release_that_is_comparing_rows(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_pause_stops_a_release_that_is_comparing_rows(local: LocalModel) -> None:
     """To look at what has changed may take long: by then the newest version may be one in quarantine."""
     policy = Policy(top_k=1000)
     view = await local.prepared_view(policy)
@@ -391,8 +284,7 @@ async def test_a_pause_stops_a_release_that_is_comparing_rows(
             consumer.pause = Pause.now("the service itself")
             await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
 
-    with monkeypatch.context() as patch:
-        before_turns(patch, local, poisoned_meanwhile)
+    with before_turns(local, poisoned_meanwhile):
         await loop._advance()
     assert (consumer.pause is None, view.position) == (False, before)
     await local.model.tables.remove(ITEM.name)

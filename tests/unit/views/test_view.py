@@ -7,17 +7,15 @@ import time
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, TOP, USER, before_turns, changed, is_due, refuse, small_blocks
+from tests.support.view_scenarios import TOP, USER, changed, is_due
 
 from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import report
 from deltasync.status.records import ConsumerStatus
-from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 
@@ -29,7 +27,7 @@ from deltasync.views.view import View
         (ValueType.INT8, False, {"user": [*range(40)], "item": [*range(30)]}),
     ],
 )
-async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
+async def test_a_replica_that_predates_the_policy_receives_missing_rows(
     local: LocalModel, given: ValueType, behind: bool, lacks: dict[str, list[int]]
 ) -> None:
     """Nothing, if rows are as they were, or what has changed since; everything, if they come in another type."""
@@ -66,7 +64,7 @@ async def lag_at(view: View, release: int) -> ConsumerStatus:
     return report(consumer, view.status(consumer.policy), time.time_ns())
 
 
-async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
+async def test_a_replica_that_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
     """Though it holds rows of the newest version, and none is left."""
     view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 3, 4))
@@ -80,7 +78,7 @@ async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
     assert (await lag_at(view, view.position.number)).state == "in sync"
 
 
-async def test_who_has_new_tables_whole_but_not_all_of_the_others_is_not_in_sync(local: LocalModel) -> None:
+async def test_a_replica_with_only_the_new_tables_whole_is_not_in_sync(local: LocalModel) -> None:
     narrow = Policy(tables=("user",), top_k=1)
     view = await local.prepared_view(narrow)
     await local.cut(changed(1, USER, 3, 4))
@@ -92,65 +90,11 @@ async def test_who_has_new_tables_whole_but_not_all_of_the_others_is_not_in_sync
     assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 0, 1)
 
 
-async def test_a_view_that_is_discarded_leaves_nothing_in_the_log(local: LocalModel) -> None:
-    view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 3))
-    await view.make_release(TOP, 0)
-    assert [each for each in local.log.streams() if each.endswith("/top")] == ["heads/top", "releases/top"]
-    ViewLog(local.log, "top").discard()
-    assert not [each for each in local.log.streams() if each.endswith("/top")]
-    assert local.log.items("view/") == {}
-
-
-async def test_without_room_for_a_table_the_view_stays_as_it_was(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_room_for_a_table_the_view_stays_as_it_was(local: LocalModel) -> None:
     view, wide = await local.prepared_view(Policy(tables=("user",), top_k=1)), Policy(top_k=1)
     before = view.position
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.prepare(wide)
+    with local.full_memory(), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.prepare(wide)
     assert (view.position, view.trouble, view.may_serve(wide)) == (before, "the disk is full", True)
     await view.prepare(wide)
     assert (view.trouble, len(view.tables), view.position.number) == ("", 2, before.number + 1)
-
-
-@pytest.mark.parametrize("policy", [Policy(value_type=ValueType.INT8), Policy(top_k=1), Policy(mode=Mode.IDS)])
-async def test_the_first_release_equals_its_version_while_cuts_go_on(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
-    local.options = small_blocks(300)
-    await equals_its_version(local, monkeypatch, local.view(), policy)
-
-
-@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16, ValueType.FP32])
-async def test_the_release_after_a_policy_change_equals_its_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
-) -> None:
-    """Of a table that it makes, and of one that was there."""
-    local.options = small_blocks(300)
-    view = await local.prepared_view(Policy(tables=("item",), value_type=ValueType.FP16))
-    await equals_its_version(local, monkeypatch, view, Policy(value_type=value_type))
-
-
-async def equals_its_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, view: View, policy: Policy
-) -> None:
-    """See that a release, before each block of which a cut comes, is of the version and the step that it names."""
-    seed = 0
-
-    async def cut_before(turn: int) -> None:
-        nonlocal seed
-        if 1 < turn <= 10:
-            seed += 1
-            await local.cut(changed(seed, USER, seed, 39) | changed(seed, ITEM, seed, 29))
-
-    before_turns(monkeypatch, local, cut_before)
-    await view.prepare(policy)
-    assert view.state.head
-    assert seed > 5
-    assert view.state.head.version == view.state.head.step == local.model.position.number
-    assert view.state.compared_version == view.state.head.version
-    for table in view.state.tables:
-        assert table.held.rows.tobytes() == table.form.encode(table.source.rows).tobytes()

@@ -19,7 +19,6 @@ from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import ViewLog
 from deltasync.views.table import ReplicaComparison, ViewTable
 from deltasync.views.view import View
 
@@ -58,7 +57,7 @@ async def check_owners(view: View) -> None:
 
 @pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
 @pytest.mark.parametrize("told", [True, False])
-async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
+async def test_a_replica_with_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
     """Whether the view itself knew of the delete before the policy changed, or not."""
     view = await local.prepared_view(TOP)
     before = view.position.number
@@ -73,16 +72,12 @@ async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, polic
     assert [table.checksum for table in view.tables] == checksums
 
 
-async def test_what_belongs_together_is_released_together_or_not_at_all(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_row_and_its_raw_id_are_released_together_or_not_at_all(local: LocalModel, models: Models) -> None:
     view = await local.prepared_view(TOP)
     position = view.position
     await local.cut(owned({2: 20}))
-    with monkeypatch.context() as patch:
-        patch.setattr(ViewLog, "write", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.make_release(TOP, 0)
+    with local.log_that(refuse), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.make_release(TOP, 0)
     assert view.position == position
     local = await models.open()
     view = local.view()
@@ -95,7 +90,7 @@ async def test_what_belongs_together_is_released_together_or_not_at_all(
 @pytest.mark.parametrize("first", [INT8, Policy(tables=("norm",), top_k=1)])
 @pytest.mark.parametrize("block", [1, 2])
 async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, first: Policy, block: int
+    local: LocalModel, models: Models, first: Policy, block: int
 ) -> None:
     """Whether the rows are new in this form, or both are new; `top_k` leaves other rows for later."""
     await local.add(TableSpec("norm", 1, 1))
@@ -109,7 +104,7 @@ async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
         if turn == block + 1:
             await local.cut(owned({1: 10, 2: 20, 3: 30}))
 
-    before_turns(monkeypatch, local, cut_before)
+    before_turns(local, cut_before)
     await view.prepare(TOP)
     assert turns > block
     await check_owners(view)
@@ -131,16 +126,12 @@ async def test_rows_of_a_map_that_comes_later_go_with_it(models: Models) -> None
     await check_owners(view)
 
 
-async def test_rows_that_a_view_had_no_room_for_go_with_their_map(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_that_a_view_had_no_room_for_go_with_their_map(local: LocalModel) -> None:
     view = await local.prepared_view(TOP)
     await local.model.tables.add([replace(USER, rows=12), replace(MAP, rows=12)], later_run=True)
     await local.cut(owned({8: 80, 9: 90, 10: 100}))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed):
-            await view.prepare(TOP)
+    with local.full_memory(), pytest.raises(StorageFailed):
+        await view.prepare(TOP)
     await view.make_release(TOP, 0)
     await view.prepare(TOP)
     assert view.forms[0].spec.rows == 12
@@ -170,7 +161,7 @@ async def test_a_table_that_was_removed_and_made_again_is_sent_whole(local: Loca
 
 
 @pytest.mark.parametrize("kind", ValueType)
-def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) -> None:
+def test_a_delete_differs_from_zeros_only_for_replicas_with_the_row(kind: ValueType) -> None:
     spec = TableSpec("t", 40, 16)
     zeros, deletes = np.zeros((1, 16), np.float32), RowBatch.deletes(Shard.whole(spec), np.array([3, 9]))
     source = StampedTable(spec)
@@ -198,29 +189,3 @@ def dirty_after(table: ViewTable, version: int) -> list[int]:
     comparison.finish(table.source.counts.newest)
     ids: list[int] = table.dirty.ids.tolist()
     return ids
-
-
-def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> None:
-    """While others are compared: a replay compares all of them at once."""
-    spec = TableSpec("t", 4, 2)
-    source = StampedTable(spec)
-
-    def write(value: float, number: int, *ids: int) -> None:
-        source.apply(RowBatch.of_table(spec, ids, np.full((len(ids), 2), value, np.float32)), number)
-
-    write(1, 1, 0, 1, 2, 3)
-    with not_shared_yet():
-        table = ViewTable(source, TableForm.unchanged(spec), stamp=1)
-        table.copy(np.arange(4))
-        table.note_clean(1)
-        write(2, 2, 1)
-        assert dirty_after(table, 1) == [1]
-        write(1, 3, 1)
-        comparison = ReplicaComparison(table, 3)
-        comparison.add(np.array([1]))
-        write(2, 4, 1, 2)
-        comparison.add(np.array([1, 2]))
-        assert table.dirty.since.tolist() == [2], "nothing of a look shows before its end"
-        comparison.finish(4)
-        assert (table.dirty.ids.tolist(), table.dirty.since.tolist()) == ([1, 2], [2, 3])
-        assert [table.lacking(number) for number in (0, 1)] == [4, 2]

@@ -1,13 +1,9 @@
 """Views: what fails takes nothing else with it, in one process."""
 
-from itertools import count
-from typing import Any
-
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
-    SINGLE_ROWS,
     TOP,
     USER,
     bits_of,
@@ -25,34 +21,27 @@ from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull
 from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import ViewLog
-from deltasync.views.table import EncodedTable
 from deltasync.views.view import View
 
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
 
 
-async def refused_release(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> tuple[View, Position]:
+async def refused_release(local: LocalModel) -> tuple[View, Position]:
     """A view whose release the log has refused, and the position before that."""
     view = await local.prepared_view(TOP)
     before = view.position
     await local.cut(changed(1, USER, 3, 4))
-    with monkeypatch.context() as patch:
-        patch.setattr(ViewLog, "write", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.make_release(Policy(), 0)
+    with local.log_that(refuse), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.make_release(Policy(), 0)
     return view, before
 
 
 @pytest.mark.parametrize("then", ["nothing", "a cut", "a restart", "another policy"])
-async def test_a_refused_release_is_hidden_and_written_first(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, then: str
-) -> None:
+async def test_a_refused_release_is_hidden_and_written_first(local: LocalModel, models: Models, then: str) -> None:
     """Else replicas at the release before would hold different bits."""
-    view, before = await refused_release(local, monkeypatch)
+    view, before = await refused_release(local)
     wait = view.release(before.number)
     assert (view.position, is_due(view, Policy()), wait.done()) == (before, True, False)
     policy = Policy(value_type=ValueType.FP16) if then == "another policy" else Policy()
@@ -85,11 +74,9 @@ async def test_a_refused_release_is_hidden_and_written_first(
     assert (await models.open()).view().seal_of(held.number) == held.seal
 
 
-async def test_a_checkpoint_includes_a_release_refused_by_a_full_log(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_checkpoint_includes_a_release_refused_by_a_full_log(local: LocalModel, models: Models) -> None:
     """There may be no room in the log before it is cut, and it is cut once there are checkpoints."""
-    view, before = await refused_release(local, monkeypatch)
+    view, before = await refused_release(local)
     for _ in range(2):
         await local.checkpoint()
     assert view.position == before
@@ -105,38 +92,24 @@ async def test_a_checkpoint_includes_a_release_refused_by_a_full_log(
     assert await bits_of((await models.open()).view()) == bits
 
 
-async def test_a_checkpoint_waits_for_a_release_on_its_way_to_the_log(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view, write, states = await local.prepared_view(TOP), ViewLog.write, list[object]()
+async def test_a_checkpoint_waits_for_a_release_on_its_way_to_the_log(local: LocalModel) -> None:
+    view, states = await local.prepared_view(TOP), list[object]()
     await local.cut(changed(1, USER, 3))
-
-    def meanwhile(log: ViewLog, *arguments: Any) -> None:
-        states.append(view.checkpoint_state())
-        write(log, *arguments)
-
-    monkeypatch.setattr(ViewLog, "write", meanwhile)
-    await view.make_release(TOP, 0)
-    assert states == [None]
+    with local.log_that(lambda _stream: states.append(view.checkpoint_state())):
+        await view.make_release(TOP, 0)
+    assert states == [None, None]
     assert await local.model.on_thread(view.checkpoint_state)
 
 
-async def test_a_log_without_room_for_ids_refuses_the_head_too(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view, append = await local.prepared_view(TOP), LmdbStore._append
-
-    def full(log: LmdbStore, txn: Any, key: bytes, *arguments: Any) -> None:
-        if b"releases/top" in key:
-            raise LogFull("the log is full")
-        append(log, txn, key, *arguments)
-
+async def test_a_log_without_room_for_ids_refuses_the_head_too(local: LocalModel, models: Models) -> None:
+    view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 3))
-    before = view.position
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "_append", full)
-        with pytest.raises(StorageFailed, match="the log is full"):
-            await view.make_release(TOP, 0)
+    before, full = view.position, LogFull("the log is full")
+    with (
+        local.log_that(lambda stream: full if stream == "releases/top" else None),
+        pytest.raises(StorageFailed, match="the log is full"),
+    ):
+        await view.make_release(TOP, 0)
     assert view.position == before
     await view.make_release(TOP, 0)
     bits = await bits_of(view)
@@ -174,21 +147,3 @@ async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> N
     with pytest.raises(DamagedRows):
         await view.release(0)
     assert "row 7" in local.model.tables.failed
-
-
-async def test_a_half_updated_release_is_hidden(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some may be of the release by then, and others not."""
-    local.options = SINGLE_ROWS
-    view, apply, calls = await local.prepared_view(TOP), EncodedTable.apply, count()
-
-    def broken(table: EncodedTable, *arguments: Any) -> None:
-        if next(calls):
-            raise MemoryError
-        apply(table, *arguments)
-
-    monkeypatch.setattr(EncodedTable, "apply", broken)
-    await local.cut(changed(1, USER, 3, 4))
-    with pytest.raises(DamagedRows):
-        await view.make_release(Policy(), 0)
-    with pytest.raises(ServiceUnavailable):
-        await view.release(0)

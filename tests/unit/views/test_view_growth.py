@@ -1,22 +1,16 @@
 """Views of tables that have grown: what replicas hold stays, and only what is new goes out."""
 
-import asyncio
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a_replica, refuse
+from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a_replica
 from tests.unit.views.models import Models
 
 from deltasync.base.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.rows import Values
 from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
@@ -46,7 +40,7 @@ async def ids_after(view: View, number: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("checkpoint", [False, True])
-async def test_only_what_is_new_goes_out(
+async def test_a_table_that_grows_sends_only_its_new_rows(
     local: LocalModel, models: Models, policy: Policy, checkpoint: bool
 ) -> None:
     view = await local.prepared_view(policy)
@@ -73,36 +67,15 @@ async def test_only_what_is_new_goes_out(
     assert await bits_of(view) == bits
 
 
-async def test_a_larger_table_takes_no_replica_back_after_a_restart(local: LocalModel, models: Models) -> None:
-    view = await local.prepared_view(INT8)
-    await local.cut(changed(1, USER, 3))
-    await release_everything(view, INT8)
-    await grow(local, LARGER)
-    bits = await bits_of(view)
-    local = await models.open()
-    view = local.view()
-    assert await bits_of(view) == bits
-    await view.prepare(INT8)
-    assert view.version_of(view.position.number) == 2
-    release = await view.release(view.position.number - 1)
-    assert isinstance(release, FrozenRelease)
-    assert release.head
-    assert (release.head.version, release.rows) == (2, 0)
-
-
 @pytest.mark.parametrize("restart", [False, True])
-async def test_rows_go_out_once_there_is_room_for_them(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, restart: bool
-) -> None:
+async def test_rows_go_out_once_there_is_room_for_them(local: LocalModel, models: Models, restart: bool) -> None:
     """The view goes on meanwhile with the tables that it has."""
     view = await local.prepared_view(INT8)
     await view.make_release(INT8, 0)
     await grow(local, LARGER)
     await local.cut(changed(2, LARGER, 5, 40, 89))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.prepare(INT8)
+    with local.full_memory(), pytest.raises(StorageFailed, match="the disk is full"):
+        await view.prepare(INT8)
     before = view.position.number
     assert view.may_serve(INT8)
     await view.make_release(INT8, 0)
@@ -125,67 +98,3 @@ async def test_rows_go_out_once_there_is_room_for_them(
     np.testing.assert_array_equal(held[USER.name], form.decode(form.encode(source.rows)))
     bits = await bits_of(view)
     assert await bits_of((await models.open()).view()) == bits
-
-
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("grow"), st.integers(1, 30)),
-        st.tuples(st.just("cut"), st.lists(st.integers(0, 200), max_size=5, unique=True)),
-        st.tuples(st.just("release"), st.booleans()),
-        st.tuples(st.just("restart"), st.none()),
-    ),
-    max_size=10,
-)
-
-
-@given(STEPS, st.sampled_from([INT8, Policy(top_k=3, value_type=ValueType.INT8)]))
-def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any]], policy: Policy
-) -> None:
-    folder = tmp_path_factory.mktemp("grows")
-    table, held, number = TableSpec("user", 5, 8), dict[int, Values](), 0
-
-    async def catch_up(view: View) -> None:
-        nonlocal number
-        release = await view.release(number)
-        assert isinstance(release, FrozenRelease)
-        for rows in live_rows(release).values():
-            held.update(zip(rows.ids.tolist(), view.forms[0].decode(rows.values), strict=True))
-        number = view.position.number
-
-    async def scenario() -> None:
-        nonlocal table
-        local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
-        await local.add(table)
-        await local.cut(cut_of(table, range(5), 0))
-        view = await local.prepared_view(policy)
-        for seed, (kind, what) in enumerate(steps):
-            if kind == "grow":
-                table = replace(table, rows=table.rows + what)
-                await grow(local, table)
-            elif kind == "cut":
-                await local.cut(cut_of(table, {row % table.rows for row in what}, seed))
-            elif kind == "release":
-                if what:
-                    await view.prepare(policy)
-                await view.make_release(policy, 0)
-                await catch_up(view)
-            else:
-                await local.close()
-                local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
-                view = local.view()
-        await release_everything(view, Policy(value_type=ValueType.INT8))
-        await catch_up(view)
-        (source,) = local.model.tables
-        ids = source.changed_since(0)
-        assert sorted(held) == ids.tolist()
-        form = view.forms[0]
-        expected = form.decode(form.encode(source.rows_of(ids)))
-        np.testing.assert_array_equal(np.stack([held[row] for row in ids.tolist()]), expected)
-        await local.close()
-
-    asyncio.run(scenario())
-
-
-def cut_of(table: TableSpec, ids: Iterable[int], seed: int) -> Mapping[str, Mapping[int, Values]]:
-    return changed(seed, table, *sorted(ids))

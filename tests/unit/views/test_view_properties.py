@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.feed import RowTotals
 from deltasync.model.releases import FrozenRelease
-from deltasync.views.log import ViewLog
 from deltasync.views.table import ViewTable
 
 TABLES = [TableSpec("a", 6, 3), TableSpec("ab", 5, 12, np.dtype("<f2")), TableSpec("c", 4, 1)]
@@ -152,7 +150,7 @@ class Play:
         await self.prepare(0)
         if not self.view.state.head:
             return
-        loop, write = asyncio.get_running_loop(), ViewLog.write
+        loop = asyncio.get_running_loop()
         names = {each.table.name for each in self.plain.tables}
         changes = {name: rows for name, rows in changes_of(kinds).items() if name in names}
         before, asked = self.view.state.head.number, list[asyncio.Task[None]]()
@@ -160,13 +158,13 @@ class Play:
         async def follow() -> None:
             asked.append(asyncio.create_task(self.follow(0)))
 
-        def meanwhile(log: ViewLog, *arguments: Any) -> None:
-            for each in (self.local.cut(changes), follow()):
-                asyncio.run_coroutine_threadsafe(each, loop).result(20)
-            write(log, *arguments)
+        def meanwhile(stream: str) -> None:
+            if stream.startswith("heads/"):
+                for each in (self.local.cut(changes), follow()):
+                    asyncio.run_coroutine_threadsafe(each, loop).result(20)
 
         expected = self.plain.release(self.policy, 0)
-        with mock.patch.object(ViewLog, "write", meanwhile):
+        with self.local.log_that(meanwhile):
             await self.view.make_release(self.policy, 0)
         await self.check_release(before, expected, exact_lag=not asked)
         await asyncio.gather(*asked)
@@ -180,7 +178,7 @@ class Play:
             return
         before = self.view.state.head.number
         expected = self.plain.release(self.policy, 0)
-        with mock.patch.object(ViewLog, "write", refuse):
+        with self.local.log_that(refuse):
             with contextlib.suppress(StorageFailed):
                 await self.view.make_release(self.policy, 0)
             assert self.view.position.number == before

@@ -12,7 +12,6 @@ from tests.support.view_scenarios import (
     bits_of,
     changed,
     held_by_a_replica,
-    is_due,
     same_as_the_model,
 )
 from tests.unit.views.models import Models
@@ -21,11 +20,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.log.records import key_of, pack_json, unpack_json
 from deltasync.views.decision import ReleaseOptions
-from deltasync.views.log import ViewLog, heads_stream, releases_stream, view_name
+from deltasync.views.log import ViewLog, view_name
 from deltasync.views.view import View
 
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
-HEADS, IDS = heads_stream("top"), releases_stream("top")
+HEADS, IDS = "heads/top", "releases/top"
 
 
 async def released_twice(local: LocalModel) -> View:
@@ -35,26 +34,6 @@ async def released_twice(local: LocalModel) -> View:
         await local.cut(changed(seed, USER, 3, 4, 5))
         await view.make_release(TOP, 0)
     return view
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-async def test_a_restart_takes_no_replica_back(local: LocalModel, models: Models, checkpoint: bool) -> None:
-    narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
-    view = await local.prepared_view(narrow)
-    await local.cut(changed(1, USER, 3, 4, 5))
-    await view.make_release(narrow, 0)
-    if checkpoint:
-        await local.checkpoint()
-    bits = await bits_of(view)
-    local = await models.open()
-    view = local.view()
-    assert await bits_of(view) == bits
-    assert view.version_of(view.position.number) == 2
-    assert is_due(view, wide)
-    await view.prepare(wide)
-    assert is_due(view, wide)
-    await view.make_release(Policy(), 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -76,21 +55,6 @@ async def test_dirty_rows_of_a_checkpoint_come_back(local: LocalModel, models: M
     local = await models.open()
     assert await bits_of(local.view()) == bits
     assert [file.name in problem for problem in local.model.problems] == [True] * damaged
-
-
-async def test_a_comparison_without_changes_survives_a_restart(local: LocalModel, models: Models) -> None:
-    """Else rows that change later would count as dirty since before it."""
-    view = await released_twice(local)
-    await view.make_release(Policy(), 0)
-    await local.checkpoint()
-    await local.cut({})
-    await view.make_release(TOP, 0)
-    assert view.state.compared_version == 4
-    local = await models.open()
-    assert local.view().state.compared_version == 4
-    await local.cut(changed(3, USER, 3, 4))
-    await local.view().make_release(TOP, 0)
-    assert local.view().state.oldest_dirty_version == 5
 
 
 async def test_ids_of_an_unfinished_release_do_not_join_the_next(local: LocalModel, models: Models) -> None:
@@ -213,14 +177,3 @@ async def test_the_log_is_truncated_to_the_second_newest_checkpoint(local: Local
     view = local.view()
     assert (await bits_of(view)).tables == bits.tables
     assert [view.seal_of(each.number) for each in positions[-3:]] == [each.seal for each in positions[-3:]]
-
-
-async def test_statistics_of_the_newest_release_survive_a_restart(local: LocalModel, models: Models) -> None:
-    view = await released_twice(local)
-    newest, backlog = view.state.statistics, view.state.backlog
-    state = (await models.open()).view().state
-    assert state.statistics == newest
-    assert state.backlog_rows == 2
-    assert {name: each.amount for name, each in state.backlog.items()} == {
-        name: each.amount for name, each in backlog.items()
-    }

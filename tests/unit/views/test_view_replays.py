@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
@@ -87,8 +86,7 @@ class Play:
             if turn == cut_before + 1 > 1:
                 await self.cut({each: {*range(cut_before, 13, 3)} for each in NAMES})
 
-        with pytest.MonkeyPatch.context() as patch:
-            before_turns(patch, self.local, meanwhile)
+        with before_turns(self.local, meanwhile):
             await view.prepare(policy, overdue)
             await view.make_release(policy, overdue)
         await self.equals_its_version(view, policy)

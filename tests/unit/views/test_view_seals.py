@@ -18,26 +18,8 @@ async def _release(local: LocalModel, view: View, seed: int) -> Position:
     return view.position
 
 
-async def test_releases_have_seals_that_outlive_a_restart(local: LocalModel, models: Models) -> None:
-    view = await local.prepared_view(TOP)
-    held = [view.position, *[await _release(local, view, seed) for seed in range(1, 6)]]
-    assert len({position.seal for position in held} - {0}) == len(held)
-    local = await models.open()
-    view = local.view()
-    assert [view.seal_of(position.number) for position in held] == [position.seal for position in held]
-    assert [view.version_of(position.number) for position in held[:-1]] == [
-        position.number for position in held[:-1]
-    ]  # Also known: of which version each was made; here every version led to one.
-    for position in held:
-        assert view.continue_from(position)[0].yes
-        assert not view.continue_from(Position(position.history, position.number, position.seal ^ 1))[0].yes
-    later = await _release(local, view, 9)
-    assert later.number == held[-1].number + 1
-    assert later.seal not in {position.seal for position in held}
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
-async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
+async def test_releases_that_a_restored_copy_lacks_are_recognised(
     tmp_path: Path, local: LocalModel, models: Models, checkpoint: bool
 ) -> None:
     """Also where as many releases, of the same versions, have come since."""
