@@ -177,6 +177,9 @@ def may_publish(
                 f"run {run.id} has {counted(current.world_size, 'rank')}, this rank reports {run.world_size}: "
                 "use another id for a run of another size",
             )
+        if run.started_unix_ns != current.started_unix_ns:
+            text = f"run {run.id} began at {current.started_unix_ns}, this rank reports {run.started_unix_ns}"
+            return Admission(False, f"{text}: all ranks of a run must report the same start")
         return Admission(True, f"run {run.id} is publishing")
     if _ahead(run, now_unix_ns):
         seconds = (run.started_unix_ns - now_unix_ns) // 10**9

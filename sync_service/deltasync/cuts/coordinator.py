@@ -190,9 +190,9 @@ class CutCoordinator:
         stream.ended, stream.since_ns, stream.left = True, steady_ns(), reason
         self._do(machine.RankLeft(stream.number))
 
-    def give_back(self, run: Run, before: Run | None) -> None:
+    def give_back(self, run: Run) -> None:
         """Let the run before this one publish again, after this one has failed without a sealed cut."""
-        self._do(machine.RunFailed(run, before))
+        self._do(machine.RunFailed(run))
 
     def waits_for(self, request: DeleteRequest) -> str:
         """Why a request to delete rows is pending, in words."""
@@ -339,11 +339,11 @@ class CutCoordinator:
     def _act(self, action: machine.Action) -> None:
         match action:
             case machine.EndStreams(superseded):
-                if superseded:
-                    self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
                 self.sessions.clear()
                 self.differing.clear()
                 self._began_ns = steady_ns()
+                if superseded:
+                    self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
             case machine.BeginCut(begun):
                 cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
                 self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
@@ -351,29 +351,28 @@ class CutCoordinator:
                 # In a task of its own, which continues if a rank disconnects.
                 self._sealing = asyncio.create_task(self._seal(self.open_cut))
             case machine.Drop(dropped, error) if self.open_cut:
+                answer, self.open_cut = self.open_cut.sealed, None
+                answer.set_exception(error)
+                answer.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
                 self.model.store.drop_cut(dropped.version)
-                self.open_cut.sealed.set_exception(error)
-                self.open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
-                self.open_cut = None
             case machine.Answer() if self.open_cut:
-                self.open_cut.sealed.set_result(self.model.sealed)  # No later cut can be sealed yet.
-                self.open_cut = None
+                answer, self.open_cut = self.open_cut.sealed, None
+                answer.set_result(self.model.sealed)  # No later cut can be sealed yet.
 
     async def _seal(self, current: OpenCut) -> None:
         """Bring a complete cut from its last part to the replicas."""
         cut = current.cut
-        watch = StopWatch(cut.way_to_service(time.time_ns()))
         error: Exception
         try:
+            watch = StopWatch(cut.way_to_service(time.time_ns()))
             async with self._order:
                 whole = await self._prepare(cut)
                 seal = cut.seal(self.model.seals.newest, whole, time.time_ns())
                 watch.lap("seal")
                 tables, rows = list(cut.tables.values()), cut.rows_in_memory()
                 complete = CompleteCut(seal, tables, rows, cut.unwritten, watch)
-                durable = partial(self._do, machine.CutDurable(current.number))
+                durable = partial(self._note_durable, current, seal)
                 await self.model.commit(complete, durable, self.report_failed, self._ending)
-            self._note_sealed(cut, seal)
             if self.whenever_sealed:
                 await self.whenever_sealed()
             self._do(machine.CutApplied(current.number))
@@ -390,6 +389,10 @@ class CutCoordinator:
             text = f"the cut of step {cut.step} could not be sealed; send it again"
             self.report_failed(text, unforeseen)
             error = ServiceUnavailable(text, detail=f": {error_text(unforeseen)}")
+        except asyncio.CancelledError:
+            text = f"the cut of step {cut.step} was interrupted; send it again"
+            self._do(machine.SealFailed(current.number, ServiceUnavailable(text)))
+            raise
         self._do(machine.SealFailed(current.number, error))
 
     async def _prepare(self, cut: Cut) -> tuple[str, ...]:
@@ -412,13 +415,18 @@ class CutCoordinator:
             await self._consumers.hold_back(self.model.name, cut.version, cut.excess)
         return await asyncio.to_thread(cut.whole) if cut.full else ()
 
-    def _note_sealed(self, cut: Cut, seal: Seal) -> None:
-        self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
-        self.refusal = None
-        self.rows += seal.rows
-        self.bytes += seal.bytes
-        self.deletes.finish(cut.deletes, seal.version)
-        self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+    def _note_durable(self, current: OpenCut, seal: Seal) -> None:
+        self._do(machine.CutDurable(current.number))
+        cut = current.cut
+        try:  # Before it is applied: after a crash meanwhile, its deletes would be repeated.
+            self.refusal = None
+            self.rows += seal.rows
+            self.bytes += seal.bytes
+            self.deletes.finish(cut.deletes, seal.version)
+            self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
+            self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+        except Exception as error:  # noqa: BLE001  # the cut counts all the same
+            self.report_failed(f"version {seal.version} is sealed, but not all of its effects are noted", error)
 
     def report_failed(self, what: str, error: Exception) -> None:
         """Report an error in the model's status and as an event."""
@@ -502,4 +510,4 @@ def _state_of(model: Model) -> State:
     runs = [run for run, _ in groupby(seal.run for seal in model.seals)]
     run = Run(newest.run, newest.run_started_unix_ns, newest.world_size, rollback_of=newest.rollback_of)
     sealed = machine.Sealed(newest.version, newest.run, newest.step)
-    return State(run, tuple(runs[:-1])[-machine.EARLIER_RUNS :], newest=sealed)
+    return State(run, earlier=tuple(runs[:-1])[-machine.EARLIER_RUNS :], newest=sealed)

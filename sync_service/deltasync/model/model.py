@@ -201,7 +201,7 @@ class Model:
 
         Args:
             cut: the cut.
-            durable: called once the cut is part of the history.
+            durable: called once the cut is part of the history; must not raise.
             failed: called with each error while the cut is applied. That is retried, because all later cuts build
                 on it.
             ending: ends the retries. The next start applies the cut.
@@ -214,16 +214,27 @@ class Model:
         # The loop waits first, so that it has the seal before the model's thread changes a row.
         waiting = asyncio.wrap_future(sealed)
         applied: Future[FrozenRelease | None] | None = after(sealed, self._thread, apply)
-        await waiting
+        try:
+            await asyncio.shield(waiting)
+        finally:  # Even if this task is cancelled: only the log knows whether the cut counts.
+            if not waiting.done():
+                await asyncio.wait([waiting])
+            if not waiting.exception():
+                durable()
+                self.seals.append(seal)
+                self.tables.published |= {table.name: table.rows for table in cut.tables}
         cut.watch.lap("log")
-        self.seals.append(seal)
         self.seals.succession.add(seal.version, steady_ns())
         self.recent.add(CutTimes(seal, cut.watch.lapped_ns, cut.watch.seconds))
-        self.tables.published |= {table.name: table.rows for table in cut.tables}
-        durable()
         for pause in backoff():
             try:
                 release = await asyncio.wrap_future(applied or self.submit(apply))
+                self.failure = ""
+                self.recent.note_applied(seal.version)
+                self.head = Head.of(seal)
+                self.releases.have(release, seal.version)
+                self.signal.wake()  # Now replicas get it.
+                return
             except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
                 # Unless the log cannot be read at present, rows or records of the cut are damaged.
                 away = isinstance(error, LogUnavailable | VolumeFailed)
@@ -231,20 +242,9 @@ class Model:
                     self.tables.note_damage(error)
                 failed(f"version {seal.version} could not be applied; the service retries", error)
                 applied = None
-            else:
-                self._show(seal, release)
-                return
             await first_of(ending.wait(), seconds=pause)
             if ending.is_set():
                 return
-
-    def _show(self, seal: Seal, release: FrozenRelease | None) -> None:
-        """Let replicas get an applied cut."""
-        self.failure = ""
-        self.recent.note_applied(seal.version)
-        self.head = Head.of(seal)
-        self.releases.have(release, seal.version)
-        self.signal.wake()
 
     def _apply_and_release(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
         """Apply a cut, and make its release for up-to-date replicas if its rows can be sent as they arrived.
