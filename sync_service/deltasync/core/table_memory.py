@@ -72,11 +72,7 @@ class TableMemory:
         self._left, self._until = 0, 0.0
 
     def check(self, nbytes: int, what: str) -> None:
-        """Check that there is room for `nbytes` of `what`, without allocating it.
-
-        Raises:
-            NoTableMemory: there is not. The message has both sizes and the remedy.
-        """
+        """Check that there is room for `nbytes` of `what`, without allocating it."""
         if nbytes < _SMALL_BYTES and self._was_left(nbytes):
             return
         room = _volume_room(self._folder) if self._folder else memory_room()
@@ -105,11 +101,7 @@ class TableMemory:
             return enough
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """A new array, all zero.
-
-        Raises:
-            NoTableMemory: there is no room.
-        """
+        """A new array, all zero."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL_BYTES:
@@ -153,11 +145,7 @@ class _Mapping:
     """Mapped memory with zeros, unmapped once no array refers to it. It keeps no file descriptor."""
 
     def __init__(self, descriptor: int, size: int, what: str) -> None:
-        """Map `size` bytes of a file of that size, or plain memory if the descriptor is -1.
-
-        Raises:
-            NoTableMemory: the system refuses.
-        """
+        """Map `size` bytes of a file of that size, or plain memory if the descriptor is -1."""
         plain = descriptor < 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if plain else mmap.MAP_SHARED
         address = _c.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)

@@ -240,16 +240,10 @@ def continues(
     takes_changes: bool = False,
     lacks: str = "",
 ) -> Continuation:
-    """Whether the rows of `run` are those of a published version, which one, and whether it must publish more.
+    """Whether the rows of a run are those of a published version, which one, and whether it must publish more.
 
-    Args:
-        run: the run.
-        claim: the position that the run reports.
-        history: the service's history.
-        newest: the newest seal.
-        seal: checksum of the seal of `claim.number` in that history; 0 if it has none.
-        takes_changes: whether the run can receive the ids of rows that it must publish again.
-        lacks: the rows that damage has cost the service, in words; empty if there are none.
+    `seal` is the checksum of the seal of `claim.number` in this history, or 0; `lacks` are the rows that damage
+    has cost the service, in words.
     """
     if newest is None:
         return Continuation(False, "nothing is published yet")

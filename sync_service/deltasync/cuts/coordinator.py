@@ -21,7 +21,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.cuts import machine
 from deltasync.cuts.admission import Opening, Run, may_go_on
-from deltasync.cuts.cut import Cut
+from deltasync.cuts.cut import Cut, PartEnd
 from deltasync.cuts.deletes import PendingDeletes
 from deltasync.cuts.machine import State, next_state
 from deltasync.cuts.norm_guard import NormGuard
@@ -155,17 +155,7 @@ class CutCoordinator:
         return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
 
     async def admit(self, opening: Opening) -> RankStream:
-        """Admit a rank, whose run may take over from another. Its tables are created with its first cut.
-
-        Raises:
-            NotPermitted: the run belongs to another identity.
-            RunRefused: the run is over, goes on from a version that was rolled back, or has another size or other
-                tables than the service or its other ranks.
-            Contradiction: the clocks contradict the order of the runs, or the log has no room for all rows of a
-                new model.
-            LimitReached: the limits do not allow the tables.
-            StorageFailed: there is no room for a table.
-        """
+        """Admit a rank, whose run may take over from another. Its tables are created with its first cut."""
         number, specs = next(self._numbers), opening.tables
         self._check_goes_on(opening)
         if refused := next_state(self._state, self._joined(opening, number, {})).error:
@@ -226,23 +216,17 @@ class CutCoordinator:
     # Parts of a cut.
 
     def receive(self, stream: RankStream, step: int) -> OpenCut | None:
-        """Find the cut for a rank's rows after a step, or begin it with the first rows of a later step.
-
-        Returns:
-            The cut; None if the rank's part is already whole, so that the rows do not count.
-
-        Raises:
-            Contradiction: the cut under way is of a later step.
-            Superseded: a newer stream, run or cut has taken over.
-            ServiceUnavailable: the model was deleted, or has left this process.
+        """Find the cut for a rank's rows after a step, or begin it with the first rows of a later step. None if
+        the rank's part is already whole, so that the rows do not count.
         """
         self._check_not_retired()
         skipped = machine.Skip() in self._do(machine.RowsArrived(stream.rank, stream.number, step))
         return None if skipped else self.open_cut
 
-    def close(self, stream: RankStream, step: int) -> None:
+    def close(self, stream: RankStream, end: PartEnd) -> None:
         """Record that a rank's part is whole; after the last one, the cut is sealed."""
-        self._do(machine.PartClosed(stream.rank, stream.number, step))
+        self.differing |= end.differing
+        self._do(machine.PartClosed(stream.rank, stream.number, end.step))
 
     def sealed(self, step: int) -> "asyncio.Future[Position]":
         """The future position of a cut of which a rank has closed its part; done once replicas can get it."""
@@ -256,9 +240,6 @@ class CutCoordinator:
         """Check that the log can store the rows of a cut that have arrived, now or once checkpoints free space.
 
         `refused`: it cannot now.
-
-        Raises:
-            Contradiction: it never can. The cut is abandoned, and a retry is useless.
         """
         cut, capacity = current.cut, self.model.store.capacity
         if refused or cut.log_bytes > capacity:
@@ -274,11 +255,7 @@ class CutCoordinator:
         self._do(machine.CutAbandoned(reason))
 
     def abandon_forsaken(self, now: float) -> None:
-        """Abandon the cut under way after all ranks of its run were away for a while.
-
-        Args:
-            now: seconds by a monotonic clock.
-        """
+        """Abandon the cut under way after all ranks of its run were away for a while; `now` is in seconds."""
         here = self.open_cut is None or bool(self.connected)
         self._forsaken_at = None if here else self._forsaken_at or now
         if self._forsaken_at and now - self._forsaken_at >= FORSAKEN_SECONDS:
@@ -396,20 +373,20 @@ class CutCoordinator:
         self._do(machine.SealFailed(current.number, error))
 
     async def _prepare(self, cut: Cut) -> tuple[str, ...]:
-        """Create the tables of a complete cut; returns those of which it has every row.
-
-        Raises:
-            Contradiction: its parts do not cover whole tables, or a table differs from the model's.
-            LimitReached: the limits do not allow its tables.
-            StorageFailed: there is no room for its tables.
-            ServiceUnavailable: an earlier version is not applied, because the service is shutting down.
-        """
+        """Create the tables of a complete cut; returns those of which it has every row."""
         if cut.unpublished:  # With many shards, this takes long.
             await asyncio.to_thread(cut.check_coverage)
         if self.model.position.number < (newest := self.model.seals.newest_version):
             # The service is shutting down, or the model will be reloaded.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
-        await self._make_tables(cut)
+        if self._made != (cut.tables, self.model.tables.changes):
+            tables = list(cut.tables.values())
+            self._bytes_to_be = self.model.tables.nbytes + self._added_bytes(tables)
+            try:  # If it fails, nothing has changed.
+                await self.model.tables.add(tables, later_run=self._is_later(cut.run))
+            finally:
+                self._bytes_to_be = 0
+            self._made = cut.tables, self.model.tables.changes
         if cut.excess:  # Before any replica can get a row of it.
             self.events.emit(EventKind.CUT_QUARANTINED, cut.excess, model=self.model.name, version=cut.version)
             await self._consumers.hold_back(self.model.name, cut.version, cut.excess)
@@ -460,12 +437,7 @@ class CutCoordinator:
     # Tables.
 
     def _checked_tables(self, run: Run, tables: Sequence[TableSpec]) -> Mapping[str, TableSpec]:
-        """Check a rank's tables against those of the model and of the other ranks of its run. By name.
-
-        Raises:
-            Contradiction: a table differs.
-            LimitReached: there would be too many tables.
-        """
+        """Check a rank's tables against those of the model and of the other ranks of its run. By name."""
         model, others = self.model, self._state.tables if run.id == self.run_id else {}
         again = [table for table in tables if table.name in others]
         first = {table.name: table for table in tables if table.name not in others}
@@ -476,19 +448,6 @@ class CutCoordinator:
         names = {each.spec.name for each in model.tables} | others.keys() | first.keys()
         self._limits.check("tables_per_model", len(names))
         return first | {table.name: table for table in changed}
-
-    async def _make_tables(self, cut: Cut) -> None:
-        """Create the tables of a complete cut. If it fails, nothing has changed."""
-        model = self.model
-        if self._made == (cut.tables, model.tables.changes):
-            return
-        tables = list(cut.tables.values())
-        self._bytes_to_be = model.tables.nbytes + self._added_bytes(tables)
-        try:
-            await model.tables.add(tables, later_run=self._is_later(cut.run))
-        finally:
-            self._bytes_to_be = 0
-        self._made = cut.tables, model.tables.changes
 
     def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
         """Check the limits; return the number of additional bytes."""

@@ -41,11 +41,7 @@ class PendingDeletes:
         self.done = DoneDeletes(log, model)
 
     async def recover(self) -> None:
-        """Read the requests from the log, in another thread, because they may have millions of ids.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
+        """Read the requests from the log, in another thread, because they may have millions of ids."""
         recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
         self.requests = {each.number: each for each, _ in recorded}
         await self.done.recover()
@@ -53,20 +49,7 @@ class PendingDeletes:
     async def ask(
         self, table: str, ids: ArrayLike, tables: Callable[[], Sequence[TableSpec]], by: str
     ) -> DeleteRequest:
-        """Write a request to the log.
-
-        Args:
-            table: the table's name.
-            ids: global row ids, in any order.
-            tables: returns the model's tables now; raises if the model was deleted.
-            by: name of the caller.
-
-        Raises:
-            NotFound: the model has no table of that name.
-            InvalidInput: no ids or too many, an id that is no integer or outside the table, or not an embedding
-                table.
-            Contradiction: too many are pending.
-        """
+        """Write a request for rows of a table to the log. `tables` returns the model's tables at present."""
         spec = _find(self._model, table, tables())
         rows = await asyncio.to_thread(_checked, self._model, spec, ids)
         # Meanwhile the table may have been deleted. A request for it would reach a later table of that name.
@@ -78,9 +61,6 @@ class PendingDeletes:
     async def ask_again(self, done: DeleteRequest, rows: Ids, version: int, by: str) -> None:
         """Replace a finished request by a new one for `rows`, because a run continues from `version`, before the
         delete.
-
-        Raises:
-            StorageFailed: the log did not accept it; the finished request stays.
         """
         with self.done.replaced(done.number):
             if len(rows):
@@ -172,11 +152,7 @@ class DoneDeletes:
         return number in self._requests
 
     async def recover(self) -> None:
-        """Read the finished deletes from the log, in another thread.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
+        """Read the finished deletes from the log, in another thread."""
         recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
         self._requests = {each[0].number: each for each in recorded}
 
@@ -227,11 +203,7 @@ def _record(request: DeleteRequest, version: int = 0) -> bytes:
 
 
 def _recorded(log: LogStore, prefix: str) -> list[tuple[DeleteRequest, int]]:
-    """The requests in the log, each with the version that carried it, by version and number. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The requests in the log, each with the version that carried it, by version and number. Blocks."""
     requests = list[tuple[DeleteRequest, int]]()
     for number, record in log.items(prefix).items():
         with reading(f"record {prefix}{number}"):

@@ -231,8 +231,4 @@ class ViewStorage(Source, Protocol):
     """What checkpoints need of a view: its tables, which are derived from a model's, and its part of the log."""
 
     def truncate_log(self, state: Mapping[str, Any]) -> None:
-        """Drop records up to a state that checkpoints contain. Blocks; any thread may call it.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop records up to a state that checkpoints contain. Blocks; any thread may call it."""

@@ -164,12 +164,7 @@ class Model:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Run `function`, which must not wait for anything, on the model's thread after its earlier calls.
-
-        Raises:
-            ServiceUnavailable: the model is stopped, because another process takes it over or the service ends.
-            DamagedRows: the function read rows that do not match their digests; `tables.failed` names them.
-        """
+        """Run `function`, which must not wait for anything, on the model's thread after its earlier calls."""
         try:
             return await asyncio.wrap_future(self.submit(function, *args))
         except DamagedRows as error:
@@ -199,15 +194,9 @@ class Model:
     ) -> None:
         """Make a complete cut the next version: durable in the log, applied to the tables, visible to replicas.
 
-        Args:
-            cut: the cut.
-            durable: called once the cut is part of the history; must not raise.
-            failed: called with each error while the cut is applied. That is retried, because all later cuts build
-                on it.
-            ending: ends the retries. The next start applies the cut.
-
-        Raises:
-            StorageFailed: the log refused the cut. Nothing has changed.
+        `durable` is called once the log has the seal; if the log refuses it, nothing has changed. Then `failed` is
+        called with each error, and the cut is applied again, because all later cuts build on it. `ending` ends
+        these retries: the next start applies the cut. Neither function may raise.
         """
         seal = cut.seal
         sealed, apply = self.store.seal(seal, cut.unwritten), partial(self._apply_and_release, seal, cut.rows)
@@ -339,14 +328,8 @@ class Model:
     ) -> Manifest:
         """Write a checkpoint of the model and its views, while cuts continue.
 
-        Args:
-            views: returns the views of its consumers; called on the model's thread.
-            small: reads the small records that a service on another machine needs.
-            check: raises an error to stop the checkpoint.
-
-        Raises:
-            DamagedRows: rows do not match their digests; the model must be loaded again.
-            StorageFailed: the checkpoint could not be written; its files are removed later.
+        `views` returns the views of its consumers, on the model's thread; `small` reads the small records that a
+        service on another machine needs; `check` raises an error to stop the checkpoint.
         """
         async with self._checkpointing:
             subject, previous = _ModelAndViews(self, views, small, check), self.checkpointed
@@ -360,11 +343,7 @@ class Model:
             return self.checkpointed
 
     def truncate_log(self, upto: Manifest, views: Sequence[ViewStorage]) -> None:
-        """Drop log records up to a checkpoint. Blocks; any thread may call it.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop log records up to a checkpoint. Blocks; any thread may call it."""
         self.store.truncate(upto.version)
         for each in views:
             if (state := upto.states.get(each.owner)) is not None:
@@ -375,10 +354,6 @@ class Model:
     async def recover(self, record: Mapping[str, Any], views: Sequence[ViewRecovery] = ()) -> None:
         """Restore the model and its views as of the last sealed cut, from the newest sound checkpoint and the log
         after it. Rows that are nowhere any more are `lacks`.
-
-        Raises:
-            RowsLost: there is no checkpoint, and the log does not go back far enough.
-            StorageFailed: a record is damaged, or there is no room.
         """
         store, tables = self.store, self.tables
         recovery = ModelRecovery(self.name, self.log, store, self.checkpoints, tables, views, self.problems)
