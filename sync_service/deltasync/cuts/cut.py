@@ -144,16 +144,13 @@ class RankPart:
     unwritten: Sequence[Future[None]] = ()  # Writes to the log that were pending when the part was closed.
 
 
-# To bound memory, a larger cut is read back from the log when it is applied.
-KEPT_BYTES = 32 << 20
-
-
 @dataclass
 class Cut:
     """The rows that all ranks publish after a step. A model has at most one open cut.
 
     `published` is the number of rows of each table in earlier cuts; the cut must contain all others. `rows`,
-    `bytes` and `log_bytes` count the rows of all parts, their ids and values, and their records in the log.
+    `bytes` and `log_bytes` count the rows of all parts, their ids and values, and their records in the log. To
+    bound memory, a cut of more than `kept_bytes` bytes is read back from the log when it is applied.
     """
 
     version: int
@@ -165,6 +162,7 @@ class Cut:
     rows: int = 0
     bytes: int = 0
     log_bytes: int = 0
+    kept_bytes: int = 32 << 20
     _only_in_log: bool = False
 
     def add(
@@ -193,7 +191,7 @@ class Cut:
         if self._only_in_log:
             return
         part.kept.append(rows)
-        if self.bytes + self.rows * DIGEST_TYPE.itemsize > KEPT_BYTES:
+        if self.bytes + self.rows * DIGEST_TYPE.itemsize > self.kept_bytes:
             self._only_in_log = True
             for other in self.parts.values():
                 other.kept.clear()

@@ -16,13 +16,10 @@ from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
-# Maximum number of ids of a model's finished deletes in memory.
+# Maximum number of ids of a model's pending or finished deletes, which stay in memory.
 _MOST_IDS = 1_000_000
-# Maximum number of ids in one request, and in all pending requests of a model, which stay in memory.
+# Maximum number of ids in one request.
 MOST_IDS = 100_000
-_MOST_PENDING_IDS = 1_000_000
-# Maximum number of ids that a rank gets at once; the others follow once these are deleted.
-_HANDED_IDS = 131_072
 
 
 class PendingDeletes:
@@ -31,6 +28,8 @@ class PendingDeletes:
     Attributes:
         requests: the requests by number, in ascending order.
         done: requests that sealed cuts have carried.
+        most_ids: maximum number of ids in all pending requests.
+        handed_ids: maximum number of ids that a rank gets at once; the others follow once these are deleted.
     """
 
     def __init__(self, log: LogStore, model: str, events: Events) -> None:
@@ -39,6 +38,7 @@ class PendingDeletes:
         self._events = events
         self.requests: dict[int, DeleteRequest] = {}
         self.done = DoneDeletes(log, model)
+        self.most_ids, self.handed_ids = _MOST_IDS, 131_072
 
     async def recover(self) -> None:
         """Read the requests from the log, in another thread, because they may have millions of ids."""
@@ -89,7 +89,7 @@ class PendingDeletes:
             if request.table not in names:
                 continue
             count += len(request.ids)
-            if oldest and count > _HANDED_IDS:
+            if oldest and count > self.handed_ids:
                 break
             oldest.append(request)
         return oldest
@@ -124,10 +124,10 @@ class PendingDeletes:
 
     def _check_room(self, rows: int) -> None:
         pending = sum(len(request.ids) for request in self.requests.values())
-        if pending + rows > _MOST_PENDING_IDS:
+        if pending + rows > self.most_ids:
             raise Contradiction(
                 f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, and {rows} more would "
-                f"exceed the limit of {_MOST_PENDING_IDS}: wait until its trainer has published these deletes"
+                f"exceed the limit of {self.most_ids}: wait until its trainer has published these deletes"
             )
 
     def _record_name(self, number: object) -> str:
@@ -140,10 +140,10 @@ class PendingDeletes:
 
 
 class DoneDeletes:
-    """The newest finished deletes of a model. Used in the event loop."""
+    """The newest finished deletes of a model, with `most_ids` ids at most. Used in the event loop."""
 
     def __init__(self, log: LogStore, model: str) -> None:
-        self._log, self._model = log, model
+        self._log, self._model, self.most_ids = log, model, _MOST_IDS
         # By number, in the order in which they finished, with the versions that carried them.
         self._requests: dict[int, tuple[DeleteRequest, int]] = {}
 
@@ -160,7 +160,7 @@ class DoneDeletes:
         """Record that the sealed cut `version` has carried a request; the future completes with the write."""
         self._requests[request.number] = request, version
         ids = sum(len(each.ids) for each, _ in self._requests.values())
-        while ids > _MOST_IDS:
+        while ids > self.most_ids:
             oldest = next(iter(self._requests))
             ids -= len(self._requests[oldest][0].ids)
             self.drop(oldest)

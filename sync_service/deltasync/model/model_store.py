@@ -165,7 +165,7 @@ class ModelStore:
         queue: the log's pending writes, from all its users.
     """
 
-    def __init__(self, log: LogStore, model: str) -> None:
+    def __init__(self, log: LogStore, model: str, kept_seals: int = KEPT_SEALS) -> None:
         self._log, self.queue = log, log.queue
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
@@ -177,7 +177,7 @@ class ModelStore:
         self.removed: Mapping[str, int] = {}
         self.dropped, self.written, self.last = 0, False, LAST_NUMBER
         self._replacing = list[Future[None]]()
-        self._kept_seals = KEPT_SEALS
+        self._kept_seals = kept_seals
 
     def load(self, record: Mapping[str, Any]) -> None:
         """Read the records."""

@@ -16,7 +16,6 @@ from tests.support.wire import publish_open
 from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.cuts import cut as cuts
 from deltasync.cuts.admission import Run
 from deltasync.cuts.cut import Cut, PartEnd, RankPart
 from deltasync.cuts.messages import check_open
@@ -202,10 +201,10 @@ def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 80, 10**6])
-def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+def test_rows_are_kept_in_memory_unless_there_are_many(kept_bytes: int) -> None:
     """All of the cut's rows or none, and only those of a part's last try. A row with its digest takes 32 bytes."""
-    monkeypatch.setattr(cuts, "KEPT_BYTES", kept_bytes)
     cut = cut_of(2)
+    cut.kept_bytes = kept_bytes
 
     def send(part: RankPart, *ids: int) -> None:
         for row in ids:

@@ -155,15 +155,15 @@ def test_the_end_of_a_release_is_the_one_that_the_generated_class_writes(data: s
     assert rows.read_response(written) == subscribe_pb2.SubscribeResponse(release_end=end)
 
 
-@given(st.integers(0, 40), st.integers(1, 300))
-def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> None:
-    ids, values = np.arange(count) * 3, np.arange(count * 2, dtype="<f4").reshape(count, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
-        pieces = list(rows.chunked(RowBatch.of_table(TableSpec("t", 200, 2), ids, values)))
+@pytest.mark.parametrize("count", [0, 1, 13, 40])
+@pytest.mark.parametrize("dim", [2, 19_998, 60_000])
+def test_chunks_are_all_rows_in_bounded_pieces(count: int, dim: int) -> None:
+    ids, values = np.arange(count) * 3, np.arange(count * dim, dtype="<f4").reshape(count, dim)
+    pieces = list(rows.chunked(RowBatch.of_table(TableSpec("t", 200, dim), ids, values)))
     for piece in pieces:
         assert len(piece.ids) == len(piece.values) > 0
-        assert piece.digested().message_bytes <= max(24, chunk_bytes)
+        assert piece.digested().message_bytes <= rows.CHUNK_BYTES
+    assert len(pieces) == -(-count * (dim * 4 + 16) // (rows.CHUNK_BYTES // (dim * 4 + 16) * (dim * 4 + 16)))
     assert [row for piece in pieces for row in piece.ids] == ids.tolist()
     assert b"".join(piece.values.tobytes() for piece in pieces) == values.tobytes()
 
