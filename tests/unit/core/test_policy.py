@@ -167,7 +167,7 @@ def test_fewer_bytes_than_one_row_can_take_are_refused_with_both_numbers(top_k: 
     st.sampled_from(Mode),
     st.integers(SMALLEST_ROW, 5000),
 )
-def test_a_budget_holds_the_largest_rows_there_are_of_as_many_as_are_wanted(
+def test_max_bytes_must_hold_the_largest_rows_of_top_k(
     top_k: int | None, value_type: ValueType, mode: Mode, max_bytes: int
 ) -> None:
     assume(SMALLEST_ROW * (top_k or 1) <= max_bytes)
@@ -191,7 +191,7 @@ def test_a_budget_is_not_checked_against_tables_that_are_not_followed() -> None:
         Policy(tables=("*",), top_k=10, max_bytes=10 * (8 + 4 * 4)).check([USER, ITEM])
 
 
-def test_patterns_that_no_table_of_the_model_fits_are_refused_with_the_names_there_are() -> None:
+def test_patterns_that_match_no_table_are_refused_with_the_tables() -> None:
     with pytest.raises(InvalidInput, match=r"tables nosuch, user,item: .*its tables: user\.embedding"):
         Policy(tables=("nosuch", "user,item")).check([USER])
 

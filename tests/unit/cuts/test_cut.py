@@ -74,7 +74,7 @@ def test_a_part_lacks_nothing_that_was_never_published(ids: list[int], sent: int
     assert whole.end
 
 
-def test_rows_are_applied_in_the_order_of_the_log_whichever_rank_came_first() -> None:
+def test_rows_are_applied_in_the_order_of_the_log() -> None:
     """A row may be in the shards of two ranks: after a restart, the same one of the two stays."""
     cut = cut_of(3)
     for rank in (2, 0, 1):
@@ -177,7 +177,7 @@ def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) 
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_shards_of_which_each_has_edges_of_its_own_take_no_room_for_every_pair(rows: int) -> None:
+def test_coverage_of_many_uneven_shards_takes_little_memory(rows: int) -> None:
     table = TableSpec("user", 4002, 4002)
     cut = cut_of(1)
     cut.announce([table])

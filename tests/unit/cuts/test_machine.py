@@ -290,7 +290,7 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     assert "already published" in str(ranks.send(0, 4, close=True).error)
 
 
-def test_a_run_that_takes_over_ends_the_cut_but_not_one_that_is_being_sealed() -> None:
+def test_a_run_that_takes_over_ends_a_cut_unless_it_is_being_sealed() -> None:
     arriving = joined(RUNS[0])
     arriving.send(0, 5, close=True)
     taken_over = arriving.join(RUNS[1], 0)
@@ -321,7 +321,7 @@ def test_a_failed_rollback_gives_the_model_back_to_the_run_before_it() -> None:
     assert "which has taken over" in str(ranks.join(RUNS[0], 0).error)
 
 
-def test_a_rollback_that_fails_during_the_seal_before_it_gives_the_model_back() -> None:
+def test_a_rollback_that_fails_during_an_earlier_seal_gives_back() -> None:
     ranks = joined(RUNS[1])
     ranks.send(0, 5, close=True)
     ranks.join(RUNS[2], 0)

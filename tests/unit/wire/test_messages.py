@@ -192,7 +192,7 @@ def test_an_unknown_value_type_is_refused(value_type: int) -> None:
         messages.table_from_message(message)
 
 
-def test_an_unknown_type_of_what_is_sent_and_an_unknown_mode_are_refused_with_those_there_are() -> None:
+def test_unknown_value_types_and_modes_are_refused_with_the_known_ones() -> None:
     message = messages.table_to_message(USER)
     message.sent_as = 99  # type: ignore[assignment]
     with pytest.raises(InvalidInput, match="value type 99: expected one of fp32, fp16, bf16, int8"):
@@ -334,7 +334,7 @@ def test_an_end_after_rows_is_refused(kind: Any) -> None:
             check_read(raw, kind.FromString(raw))
 
 
-def test_rows_that_are_written_in_another_way_go_on_as_they_would_be_written_here() -> None:
+def test_rows_in_another_valid_form_are_rewritten_in_ours() -> None:
     content = rows_message(0, [10], np.ones((1, 2), "<f4")).rows.SerializeToString()
     ids, values = content[:10], content[10:]
     first = b"\x0a\x01\x00" + content  # The last of two fields of one number counts.
