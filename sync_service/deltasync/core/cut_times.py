@@ -95,7 +95,6 @@ class CutTimes:
     """A sealed cut, and the seconds of each of its stages.
 
     Attributes:
-        seal: its seal.
         durable_ns: when it became durable, by `steady_ns`.
         seconds: seconds of the finished stages in the service, by name.
         deliveries: its deliveries, by consumer.

@@ -51,7 +51,6 @@ class StampedTable:
     Used on the thread that changes it, except for `spec`, `counts` and where stated otherwise.
 
     Attributes:
-        spec: the table's definition.
         rows: [N, D] values in the table's dtype, by slot.
         stamps: [N] int64, by slot; 0 = never changed, negative = deleted at that number.
         digests: [N] uint64, by slot, of the rows as they arrived, or as replicas hold them.

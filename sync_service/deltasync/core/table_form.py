@@ -44,7 +44,6 @@ class TableForm:
     """The form in which replicas get a table: its rows, or the norms of their changes.
 
     Attributes:
-        spec: the table.
         value_type: type in which rows are kept and sent; None = bit by bit in the table's own type, for all
             tables except embedding tables.
         mode: what is sent.

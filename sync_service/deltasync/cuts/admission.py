@@ -41,10 +41,6 @@ class Opening:
     """How a rank opens its stream.
 
     Attributes:
-        model: the model that it publishes.
-        run: its run.
-        rank: its rank.
-        tables: the tables of the run.
         shards: the rows and columns of them that the rank holds.
         claim: the position whose rows it has.
         start_over: see `may_go_on`.

@@ -39,13 +39,10 @@ class RankStream:
     """The stream of an admitted rank.
 
     Attributes:
-        number: its number.
-        rank: the rank.
         process: the name of the rank's process.
         tables: the tables of its run.
         takes_deletes: whether it deletes rows on request.
         since_ns: when it began or, if it is over, ended, by `steady_ns`.
-        ended: whether it is over.
         finished: whether the rank said goodbye.
         left: why it ended; empty while it is open.
     """
@@ -82,13 +79,8 @@ class CutCoordinator:
     """The ranks that publish one model, and the cut that they send. Used in the event loop.
 
     Attributes:
-        model: the model.
-        deletes: the deletes of its rows that operators requested.
-        events: receives its events.
-        guard: checks the norms of rows.
         streams: number of streams of ranks, admitted or not, while the model has no published version.
         sessions: the newest stream of each rank of the run.
-        open_cut: the cut under way, if any.
         differing: names of tables whose rows differ between the run's ranks.
         refusal: why the last cut was refused for its content; None if it was not.
         rows: number of rows in cuts sealed since the service started.

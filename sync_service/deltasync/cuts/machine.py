@@ -90,8 +90,6 @@ class State:
         streams: the newest stream of each rank of the run.
         connected: the streams among them that have not ended.
         tables: the tables that its ranks announced, by name.
-        newest: the newest version.
-        cut: the cut under way, if any.
         cuts: number of cuts that were begun.
         full: the cut that the full log refused last.
     """

@@ -40,9 +40,6 @@ class PublishSession:
     """An admitted rank. Used in the event loop.
 
     Attributes:
-        coordinator: the coordinator of its model's ranks.
-        stream: its stream.
-        tables: the tables of its run.
         shards: the rows and columns that the rank holds, by slot.
         slots: the slot of each table, by name.
         changed: the rows that its next part must have, because the service named them; None if it named none.

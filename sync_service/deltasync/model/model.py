@@ -57,11 +57,9 @@ class CompleteCut:
     """A cut of which every part has arrived.
 
     Attributes:
-        seal: its seal.
         tables: the tables of its run, of which all rows are published from now on.
         rows: its rows; None if only the log has them.
         unwritten: writes of its rows to the log that have not succeeded yet.
-        watch: measures its stages.
     """
 
     seal: Seal
@@ -81,18 +79,13 @@ class Model:
     """The tables of a training job. The module's docstring lists which thread may use what.
 
     Attributes:
-        name: the model's name.
         log: the log with the records of the model and its consumers.
-        store: the model's records in the log.
         checkpoints: the store of its checkpoints.
         checkpointed: the newest checkpoint; None if there is none.
-        tables: its tables, and the cut they are at.
         head: the newest version that replicas can get, or None.
         seals: the seals of the last durable cuts, which may not be applied yet.
         signal: wakes tasks that wait for a new head or table.
         failure: the error that prevents sealing or applying cuts and is being retried; empty if there is none.
-        recent: the times of the last cuts.
-        releases: the releases of the tables.
         problems: checkpoints that its recovery could not use, and why.
     """
 

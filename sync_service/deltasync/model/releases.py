@@ -30,7 +30,6 @@ class Head:
     Attributes:
         number: the number of an up-to-date replica: a version, or the number of a release.
         version: the version from which its rows come.
-        step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
         event_time_unix_ns: the time of the newest event on which the model was trained, nanoseconds since 1970;
             None if unknown.
@@ -64,7 +63,6 @@ class ReleaseChunk:
     """Rows of the table in `slot` that are sent together.
 
     Attributes:
-        slot: the table's slot.
         rows: the rows, as views of the bytes in which they were published, or of the message.
     """
 
