@@ -215,15 +215,17 @@ class CutCoordinator:
         skipped = machine.Skip() in self._do(machine.RowsArrived(stream.rank, stream.number, step))
         return None if skipped else self.open_cut
 
-    def close(self, stream: RankStream, end: PartEnd) -> None:
-        """Record that a rank's part is whole; after the last one, the cut is sealed."""
-        self.differing |= end.differing
-        self._do(machine.PartClosed(stream.rank, stream.number, end.step))
+    def close(self, stream: RankStream, end: PartEnd, *, repeated: bool = False) -> "asyncio.Future[Position]":
+        """Record that a rank's part is whole, unless it was before; after the last one, the cut is sealed.
 
-    def sealed(self, step: int) -> "asyncio.Future[Position]":
-        """The future position of a cut of which a rank has closed its part; done once replicas can get it."""
-        if self.open_cut and self.open_cut.cut.step == step:
-            return self.open_cut.sealed
+        Return its future position, done once replicas can get it.
+        """
+        cut = self.open_cut
+        if not repeated:
+            self.differing |= end.differing
+            self._do(machine.PartClosed(stream.rank, stream.number, end.step))
+        if cut and cut.cut.step == end.step:
+            return cut.sealed
         done = asyncio.get_running_loop().create_future()
         done.set_result(self.model.sealed)
         return done
@@ -298,35 +300,32 @@ class CutCoordinator:
         after = next_state(self._state, event)
         self._state = after.state
         for action in after.actions:
-            self._act(action)
+            match action:
+                case machine.EndStreams(superseded):
+                    self.sessions.clear()
+                    self.differing.clear()
+                    self._began_ns = steady_ns()
+                    if superseded:
+                        self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
+                case machine.BeginCut(begun):
+                    cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
+                    self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
+                case machine.Seal() if self.open_cut:
+                    # In a task of its own, which continues if a rank disconnects.
+                    self._sealing = asyncio.create_task(self._seal(self.open_cut))
+                case machine.Drop(dropped, error) if self.open_cut:
+                    answer, self.open_cut = self.open_cut.sealed, None
+                    answer.set_exception(error)
+                    answer.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
+                    self.model.store.drop_cut(dropped.version)
+                case machine.Answer() if self.open_cut:
+                    answer, self.open_cut = self.open_cut.sealed, None
+                    answer.set_result(self.model.sealed)  # No later cut can be sealed yet.
         if isinstance(event, machine.LogFull) and after.error:
             self.report_failed("a cut is too large for the log", after.error)
         if after.error:
             raise after.error
         return after.actions
-
-    def _act(self, action: machine.Action) -> None:
-        match action:
-            case machine.EndStreams(superseded):
-                self.sessions.clear()
-                self.differing.clear()
-                self._began_ns = steady_ns()
-                if superseded:
-                    self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
-            case machine.BeginCut(begun):
-                cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
-                self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
-            case machine.Seal() if self.open_cut:
-                # In a task of its own, which continues if a rank disconnects.
-                self._sealing = asyncio.create_task(self._seal(self.open_cut))
-            case machine.Drop(dropped, error) if self.open_cut:
-                answer, self.open_cut = self.open_cut.sealed, None
-                answer.set_exception(error)
-                answer.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
-                self.model.store.drop_cut(dropped.version)
-            case machine.Answer() if self.open_cut:
-                answer, self.open_cut = self.open_cut.sealed, None
-                answer.set_result(self.model.sealed)  # No later cut can be sealed yet.
 
     async def _seal(self, current: OpenCut) -> None:
         """Bring a complete cut from its last part to the replicas."""

@@ -163,9 +163,8 @@ class PublishSession:
             open_cut, part = part_of
             open_cut.cut.close(part, end, self._unwritten.take())
             self._part = None
-            self.coordinator.close(self.stream, end)
-        # Shielded, because other ranks wait for it too.
-        self._claim = await asyncio.shield(self.coordinator.sealed(end.step))
+        answer = self.coordinator.close(self.stream, end, repeated=part_of is None)
+        self._claim = await asyncio.shield(answer)  # Because other ranks wait for it too.
         self.changed = None  # The part contained all of it.
         return self._claim
 
@@ -180,12 +179,8 @@ class PublishSession:
         open_cut = self.coordinator.receive(self.stream, step)
         if open_cut is None:
             return None
-        if self._part is None or self._part[0] is not open_cut:
-            self._part = open_cut, self._begin(open_cut)
-        return self._part
-
-    def _begin(self, open_cut: OpenCut) -> RankPart:
-        """Begin this rank's part: drop its records of an earlier stream, and write the layout of its rows."""
+        if self._part and self._part[0] is open_cut:
+            return self._part
         cut, decision, missing = open_cut.cut, self.decision, None
         if decision.since is not None:  # The part must contain the rows that were published since.
             newest, changed = self._model.seals.newest_version, self.changed
@@ -193,10 +188,11 @@ class PublishSession:
                 raise Superseded(f"version {newest} was sealed after this stream was opened: open it again")
             missing = MissingRows(changed)
         cut.announce(self.tables)
+        # It drops its records of an earlier stream, and writes the layout of its rows.
         self._unwritten.add(self._model.store.drop_part(cut.version, self.rank), 0)
         layout = self._model.store.use_layout(self._layout, self.shards, cut.version)
         self._unwritten.add(layout.written, 0)
-        return cut.begin(
+        part = cut.begin(
             self.rank,
             self.shards,
             must_be_full=not decision.yes,
@@ -204,6 +200,8 @@ class PublishSession:
             layout=layout.number,
             log_bytes=layout.log_bytes,
         )
+        self._part = open_cut, part
+        return self._part
 
 
 # Bounds the memory of an arriving part, without waiting for each of many small chunks.
