@@ -2,14 +2,13 @@
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import join, opened, send
+from tests.support.local_service import join, send
 from tests.support.log import held_up, log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
@@ -60,16 +59,6 @@ async def test_a_run_learns_which_rows_came_after_its_version(service: Service) 
         assert told(session) == expected
     assert (await join(service, continues=third, **AGAIN)).changed is None, "it holds the newest"
     assert not (await join(service, continues=first, run="run-3", started=3)).decision.yes, "it cannot be told"
-
-
-@in_service()
-async def test_of_a_ranks_shards_alone(service: Service) -> None:
-    first, _ = await published(service, [(0, [3, 9, 30], np.ones((3, 4), "<f4"))])
-    shards = [Shard(USER, 0, 10, 0, 2), Shard(USER, 0, 10, 2, 2), Shard(USER, 20, 15, 0, 4)]
-    session = await join(service, continues=first, shards=shards, **AGAIN)
-    assert told(session) == {USER.name: [3, 9, 30]}
-    other = await join(service, continues=first, shards=[Shard(USER, 10, 10, 0, 4)], **AGAIN)
-    assert told(other) == {}
 
 
 @in_service()
@@ -137,15 +126,6 @@ async def test_a_rank_that_could_not_be_told_is_not_there(service: Service, leav
     with pytest.raises(asyncio.CancelledError if leaves else ServiceUnavailable):
         await joining
     assert ranks.connected == []
-
-
-async def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:
-    claims = list[Position]()
-    async with opened(tmp_path) as service:
-        claims.extend(await published(service, [(0, [3], ONES)], [(0, [4], ONES)]))
-    async with opened(tmp_path) as service:
-        assert told(await join(service, continues=claims[0], **AGAIN)) == {USER.name: [3, 4]}
-        assert told(await join(service, continues=claims[1], **AGAIN)) == {USER.name: [4]}
 
 
 @pytest.mark.parametrize("process", ["x" * 201, "a\nb"])

@@ -82,34 +82,6 @@ async def test_forms_are_computed_again_only_for_grown_tables(service: Service) 
     assert [each.spec for each in model.forms] == GROWN
 
 
-@in_service()
-async def test_old_rows_keep_their_values_and_stamps(service: Service) -> None:
-    session = await publish(service)
-    await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-    await service.models.coordinators["clicks"].drain()
-    model = service.models["clicks"]
-    before = tables_of(model)
-    table, checksum = model.tables[0], model.tables[0].checksum
-    await grow_without_seal(service, [*GROWN, NEW])
-    later = await join_later(service, [*GROWN, NEW])
-    assert not later.decision.yes, "it claims to hold nothing"
-    rows, stamps, values = tables_of(model)[USER.name]
-    assert (rows, stamps) == (60, [*before[USER.name][1], *[0] * 20])
-    assert values == before[USER.name][2] + bytes(20 * 4 * 4)
-    assert tables_of(model)[ITEM.name] == before[ITEM.name]
-    assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
-    assert model.tables[0] is table
-    assert table.checksum == checksum
-    with pytest.raises(ResyncRequired):
-        await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
-    position = await send(later, grown_part(4, [*GROWN, NEW]))
-    assert position
-    assert position.number == 3
-    await service.models.coordinators["clicks"].drain()
-    assert later.decision.yes
-    assert table.stamps.tolist() == [3] * 60
-
-
 async def test_rows_of_a_grown_table_are_unpublished_after_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await publish(service)
@@ -151,18 +123,6 @@ async def test_who_is_refused_harms_nobody(service: Service, tmp_path: Path, tab
     assert tables_of(model) == before
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == files
     assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])), "the run before goes on"
-
-
-@in_service()
-async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service) -> None:
-    await publish(service)
-    model = service.models["clicks"]
-    before = tables_of(model)[ITEM.name]
-    later = await join_later(service, [USER])
-    await send(later, grown_part(2, [USER]))
-    await service.models.coordinators["clicks"].drain()
-    assert tables_of(model)[ITEM.name] == before
-    assert model.tables[0].stamps.tolist() == [2] * 40
 
 
 @in_service()

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
-from tests.support.releases import deleted_rows
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import WHOLE, full_part, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable
@@ -71,15 +70,6 @@ async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing(tmp_path: P
             check_rows(service, [*random_rows(1), *random_rows(2, [extra])])
 
 
-async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
-    async with opened(tmp_path) as service:
-        session = await publish(service)
-        await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
-    async with opened(tmp_path) as service:
-        assert not list(log_of(service).read("cuts/clicks", 2))
-        assert service.models["clicks"].position.number == 1
-
-
 async def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         for step, model in enumerate(("clicks", "click"), 1):
@@ -117,43 +107,6 @@ async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
         await model.tables.add([TableSpec("another", 2, 2)])
     await closing
     assert "another" not in model.store.specs
-
-
-def test_a_full_cut_applied_again_deletes_the_rows_that_it_lacks(tmp_path: Path) -> None:
-    rows = random_rows(0)
-    named = np.array([0, 2, 3])
-    whole = [(slot, named, rows[slot][named]) for slot in range(2)]
-
-    async def first(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, rows, WHOLE))
-        await send(session, part(2, whole))  # A delta never deletes.
-        await service.models.coordinators["clicks"].drain()
-        tables = service.models["clicks"].tables
-        assert [table.changed_since(0).tolist() for table in tables] == [list(range(len(each))) for each in rows]
-        assert not any(table.deleted(np.arange(len(each))).any() for table, each in zip(tables, rows, strict=True))
-        await send(session, part(3, whole, full=True))
-        await service.models.coordinators["clicks"].drain()
-        await check(service)
-        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
-
-    async def check(service: Service) -> None:
-        model = service.models["clicks"]
-        for table, expected in zip(model.tables, rows, strict=True):
-            ids = np.arange(len(expected))
-            assert np.flatnonzero(~table.deleted(ids)).tolist() == named.tolist()
-            assert table.rows[named].tolist() == expected[named].tolist()
-            assert not table.rows[table.deleted(ids)].any()
-            assert table.stamps[named].tolist() == [3, 3, 3]
-            assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
-        released = await model.release(2)
-        assert {slot: len(each) for slot, each in deleted_rows(released).items()} == {
-            slot: len(each) - len(named) for slot, each in enumerate(rows)
-        }
-
-    run(tmp_path / "data", first)
-    run(tmp_path / "crashed", check)
-    run(tmp_path / "data", check)
 
 
 async def test_a_cut_that_changed_in_memory_is_read_from_the_tables(tmp_path: Path) -> None:
