@@ -19,8 +19,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
 from deltasync.log.records import pack_json, pack_layout, pack_rows
-from deltasync.model import model_store
-from deltasync.model.model_store import ModelStore
+from deltasync.model.model_store import KEPT_SEALS, ModelStore
 
 TABLE = TableSpec("user", 1000, 16)
 SHARD = Shard.whole(TABLE)
@@ -38,13 +37,13 @@ class Size:
     log_bytes: int
 
 
-def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
+def publish(folder: Path, count: int, looks: int, kept_seals: int = KEPT_SEALS) -> Iterator[Size]:
     """Publish many versions of one row each, with as many offsets and a new layout every thousand versions.
 
     Truncates the log at least as often as the service does. Yields the size at intervals.
     """
     log = LmdbStore(LogOptions(directory=folder / "log", max_bytes=1 << 30))
-    store, before = ModelStore(log, "clicks"), None
+    store, before = ModelStore(log, "clicks", kept_seals), None
     store.describe({TABLE.name: TABLE})
     writes = list[Future[None]]()
     run = uuid.uuid4().hex
@@ -55,7 +54,7 @@ def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
             for write in writes:
                 write.result()
             writes.clear()
-        if version - store.dropped >= model_store.KEPT_SEALS // 2:
+        if version - store.dropped >= kept_seals // 2:
             store.truncate(version)
         if version % (count // looks) == 0:
             yield _size(folder, version)

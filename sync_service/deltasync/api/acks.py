@@ -13,9 +13,15 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput
 from deltasync.base.events import EventKind
 from deltasync.base.waiting import Signal
-from deltasync.consumers.consumer import Consumer, Replica, ReplicaVerification, VerificationResult
+from deltasync.consumers.consumer import (
+    ComparisonStatus,
+    Consumer,
+    Replica,
+    ReplicaVerification,
+    TableComparison,
+    VerificationResult,
+)
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import ComparisonStatus, TableComparison
 from deltasync.core.position import Position
 from deltasync.core.seal import seal_of
 from deltasync.core.table_form import Mode, TableForm

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from deltasync.access.roles import author
 from deltasync.api.requests import BackupBody, DrainBody, EncodedRoute, MoveBody, while_wanted
 from deltasync.base.events import Events, RecentEvents
+from deltasync.consumers.consumer import TableComparison
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import TableComparison
 from deltasync.service.backup import Backup, Backups
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers

@@ -115,7 +115,10 @@ class Events:
         """Pass an event to all listeners."""
         event = Event(kind, subject, text, error)
         for listener in self._listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:  # What the event reports goes on.
+                logger.exception("a listener for events failed at %s", kind.value)
 
 
 # Kinds that repeat with each attempt of a peer or of this process.

@@ -81,15 +81,16 @@ class FreedMemory:
         if mallinfo is None:
             return False
         mallinfo.restype = _Mallinfo
-        resident = _private_bytes()
+        resident = private_bytes()
         self._least = min(self._least, resident)
         if too_much := mallinfo().fordblks > self._most and resident > self._least + self._most:
             give_back_memory()
-            self._least = _private_bytes()
+            self._least = private_bytes()
         return too_much
 
 
-def _private_bytes() -> int:
+def private_bytes() -> int:
+    """Private memory of this process in bytes, not backed by files."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 

@@ -14,7 +14,7 @@ from deltasync.cli.output import json_lines, say, text_table, waiting_for
 from deltasync.cli.status import BEHIND
 from deltasync.client.admin import Admin, fetch_lag
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.comparison import ComparisonStatus, TableComparison
+from deltasync.consumers.consumer import ComparisonStatus, TableComparison
 
 _TITLES = ("replica", "version", "table", "rows", "status", "checksum", "held", "reason")
 

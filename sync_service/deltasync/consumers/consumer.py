@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from deltasync.base.arguments import check_name
@@ -12,7 +13,6 @@ from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
 from deltasync.base.words import LONGEST_TEXT, utc
 from deltasync.consumers.follow import Follow, Objection, RolloutDelay
-from deltasync.core.comparison import TableComparison
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -128,6 +128,40 @@ def pause_of_record(fields: Mapping[str, Any] | None) -> Pause | None:
 _BITS = 62
 # Replicas of a consumer may prove a version this many versions apart.
 _REMEMBERED_VERSIONS = 64
+
+
+class ComparisonStatus(Enum):
+    """The result of comparing a replica's table."""
+
+    EQUAL = "equal"
+    """Every row is equal."""
+    DIFFERS = "differs"
+    """Some rows differ."""
+    NOT_HELD = "not held"
+    """The replica does not have the table."""
+    NOT_SHOWN = "not shown"
+    """The replica's rows cannot be read back."""
+
+
+@dataclass(frozen=True)
+class TableComparison:
+    """The comparison of one table.
+
+    Attributes:
+        table: the table's name.
+        rows: number of compared rows.
+        status: the result.
+        checksum: the expected checksum of these rows, 16 hexadecimal digits; empty if unknown.
+        held: the replica's checksum; empty if unknown.
+        reason: the result in words; empty if the rows are equal.
+    """
+
+    table: str
+    rows: int
+    status: ComparisonStatus
+    checksum: str = ""
+    held: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ class CutTimes:
     """A sealed cut, and the seconds of each of its stages.
 
     Attributes:
-        seal: its seal.
         durable_ns: when it became durable, by `steady_ns`.
         seconds: seconds of the finished stages in the service, by name.
         deliveries: its deliveries, by consumer.
@@ -146,17 +145,9 @@ class RecentCuts:
                 return
 
     def deliver(self, consumer: str, before: int, upto: int, sent_ns: int, begun_ns: int = 0) -> float | None:
-        """Note that a replica of a consumer moved from version `before` to version `upto`.
-
-        Args:
-            consumer: the consumer's name.
-            before: the earlier version; cuts up to it do not count.
-            upto: the new version.
-            sent_ns: when it had been sent completely, by `steady_ns`.
-            begun_ns: when the replica's stream began, by `steady_ns`; cuts that were durable earlier do not count.
-
-        Returns:
-            The `release` seconds of the newest counted cut; None if there is none.
+        """Note that a replica of a consumer moved from version `before` to version `upto`, which it had been sent
+        at `sent_ns` (by `steady_ns`). Cuts that were durable before its stream began at `begun_ns` do not
+        count. Return the `release` seconds of the newest counted cut; None if there is none.
         """
         now, newest = steady_ns(), None
         for cut in reversed(self._cuts):

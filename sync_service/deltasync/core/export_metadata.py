@@ -22,11 +22,8 @@ class ExportMetadata:
     Parameters and buffers have their shape in the trainer's model if it is known, all other tables [rows, dim].
 
     Attributes:
-        model: the model's name.
         position: the version.
-        step: the trainer's step.
         event_time_unix_ns: the time of the newest event on which it was trained; None if unknown.
-        tables: its tables.
     """
 
     model: str

@@ -43,13 +43,9 @@ class PreCopy:
         return sum(walk.left_rows * walk.table.spec.row_bytes for walk in self._walks)
 
     def next_block(self, nbytes: int) -> tuple[int, Ids] | None:
-        """The next rows to read, about `nbytes` or less: the index of their table, and ids ([n], ascending).
-
-        Deleted rows are included.
-
-        Returns:
-            None once the rest is at most `limit` bytes, or if a round left nearly as many rows as it began with. A
-            further call then starts another round.
+        """The next rows to read, about `nbytes` or less, including deleted ones: the index of their table, and ids
+        ([n], ascending). None once the rest is at most `limit` bytes, or if a round left nearly as many rows as
+        it began with. A further call then starts another round.
         """
         while True:
             # The rest shrinks by no more than the copied rows, so it need not be counted for each block.

@@ -169,8 +169,18 @@ class RowBatch:
                 f"table {name!r} is of kind {shard.table.kind.value!r}: only rows of embedding "
                 "tables can be deleted"
             )
-        if shard.table.kind.trained and not self.deleted:
-            self._check_finite()
+        if not shard.table.kind.trained or self.deleted:
+            return
+        values = self.values
+        if values.dtype in VALUE_TYPES:  # NumPy would make a mask, and convert every fp16 number first.
+            (infinity,) = words_of(np.array([np.inf], values.dtype))
+            finite = bool(floats.all_finite(words_of(values).reshape(-1), infinity))
+        else:
+            finite = bool(np.isfinite(values).all())
+        if not finite:
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
+            where = f"row {int(ids[row])} holds {values[row, column]} in column {shard.col_offset + column}"
+            raise InvalidInput(f"table {name!r}: {where}; NaN and infinity cannot be published")
 
     def check_digests(self) -> None:
         """Check that the rows match their digests.
@@ -186,23 +196,6 @@ class RowBatch:
                 f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not match their digests, "
                 f"first row id {int(self.ids[wrong[0]])}: bits have changed since the digests were made"
             )
-
-    def _check_finite(self) -> None:
-        if not _all_finite(self.values):
-            row, column = (int(i) for i in np.argwhere(~np.isfinite(self.values))[0])
-            where = f"row {int(self.ids[row])} holds {self.values[row, column]} in column"
-            raise InvalidInput(
-                f"table {self.shard.table.name!r}: {where} {self.shard.col_offset + column}; "
-                "NaN and infinity cannot be published"
-            )
-
-
-def _all_finite(values: Values) -> bool:
-    if values.dtype not in VALUE_TYPES:
-        return bool(np.isfinite(values).all())
-    # NumPy would make a mask, and convert every fp16 number first.
-    (infinity,) = words_of(np.array([np.inf], values.dtype))
-    return bool(floats.all_finite(words_of(values).reshape(-1), infinity))
 
 
 def first_id(batch: RowBatch) -> int:
@@ -246,7 +239,6 @@ class DeleteRequest:
 
     Attributes:
         number: request time in nanoseconds since 1970, later than that of any other pending request.
-        table: the table's name.
         ids: [n] int64, global row ids, strictly ascending.
     """
 
@@ -262,7 +254,6 @@ class DamagedRows(Damaged):
     """Rows of a table that do not match their digests. They are never sent.
 
     Attributes:
-        table: the table's name.
         ids: [n], strictly ascending.
     """
 

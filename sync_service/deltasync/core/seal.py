@@ -143,13 +143,9 @@ class SealHistory(deque[Seal]):
 
 
 def release_checksum(before: int | str, number: int, of: Seal, made_unix_ns: int) -> int:
-    """The checksum of a release's seal, chained like those of versions.
-
-    Args:
-        before: checksum of the previous release; for the first one, the id of its history.
-        number: the release's number.
-        of: the seal of its version.
-        made_unix_ns: when it was made, to distinguish releases of the same version in different histories.
+    """The checksum of a release's seal, chained like those of versions to `before`: the checksum of the previous
+    release or, for the first one, the id of its history. The time distinguishes releases in different
+    histories.
     """
     return _checksum(f"{before} {number} {of.version} {of.checksum} {made_unix_ns}")
 
@@ -195,11 +191,7 @@ def newest_event_time(times: Iterable[int | None]) -> int | None:
 
 
 def check_event_time(event_time_unix_ns: Any) -> None:
-    """Check that the time of an event is valid or None.
-
-    Raises:
-        InvalidInput: it is not a whole number of nanoseconds since 1970.
-    """
+    """Check that the time of an event is valid or None."""
     if event_time_unix_ns is None:
         return
     whole = isinstance(event_time_unix_ns, Integral) and not isinstance(event_time_unix_ns, bool)

@@ -51,7 +51,6 @@ class StampedTable:
     Used on the thread that changes it, except for `spec`, `counts` and where stated otherwise.
 
     Attributes:
-        spec: the table's definition.
         rows: [N, D] values in the table's dtype, by slot.
         stamps: [N] int64, by slot; 0 = never changed, negative = deleted at that number.
         digests: [N] uint64, by slot, of the rows as they arrived, or as replicas hold them.
@@ -79,9 +78,6 @@ class StampedTable:
             memory: where to place its arrays.
             removed_before: see the attribute.
             normed: whether it has a norm; None = decide by its spec.
-
-        Raises:
-            StorageFailed: there is no room.
         """
         self.spec = spec
         self.removed_before = removed_before
@@ -190,9 +186,6 @@ class StampedTable:
 
         Returns:
             A function for the thread that changes the table, which enlarges it with rows of zeros.
-
-        Raises:
-            StorageFailed: there is no room; the table is unchanged.
         """
         arrays = self._room_for(spec) if spec.rows > self.spec.rows else None
 
@@ -225,9 +218,6 @@ class StampedTable:
             stamps: [n], negative for deleted rows, otherwise positive.
             digests: [n]; ignored for deleted rows.
             values: [n, D]; None = the rows are deleted.
-
-        Raises:
-            InvalidInput: a row does not exist, a stamp is impossible, or lengths differ; nothing was changed.
         """
         self._check_loaded(ids, stamps, digests, values)
         ids, stamps = np.require(ids, np.int64, _FLAT), np.require(stamps, np.int64, _FLAT)
@@ -348,9 +338,6 @@ class StampedTable:
 
         Returns:
             The rows, with `out` as their values, and with their digests if replicas hold rows as stored.
-
-        Raises:
-            DamagedRows: rows do not match their digests.
         """
         if not self.held_as_stored:
             np.take(self.rows, self.locate(ids), axis=0, out=out, mode="clip")
@@ -363,11 +350,7 @@ class StampedTable:
         return RowBatch(Shard.whole(self.spec), ids, out, digests=digests)
 
     def check(self, ids: Ids, rows: Values) -> None:
-        """Check `rows` ([n, D]), read as the rows `ids` ([n]).
-
-        Raises:
-            DamagedRows: rows do not match their digests.
-        """
+        """Check `rows` ([n, D]), read as the rows `ids` ([n])."""
         blocks = (slice(start, start + BLOCK_ROWS) for start in range(0, len(ids), BLOCK_ROWS))
         wrong = np.concatenate([ids[:0], *(ids[each][~self.fits(ids[each], rows[each])] for each in blocks)])
         if len(wrong):

@@ -44,7 +44,6 @@ class TableForm:
     """The form in which replicas get a table: its rows, or the norms of their changes.
 
     Attributes:
-        spec: the table.
         value_type: type in which rows are kept and sent; None = bit by bit in the table's own type, for all
             tables except embedding tables.
         mode: what is sent.
@@ -60,11 +59,7 @@ class TableForm:
         return cls(spec, own_type(spec) if spec.kind.ranked else None, Mode.EMBEDDINGS)
 
     def check(self) -> None:
-        """Check that the table's rows can be sent in this form.
-
-        Raises:
-            InvalidInput: they cannot.
-        """
+        """Check that the table's rows can be sent in this form."""
         if self.value_type:
             self.value_type.check(self.spec)
 
@@ -103,16 +98,10 @@ class TableForm:
         return encoded if self.held_as_sent else self.decode(encoded)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
-        """Compare rows of a table with those that replicas hold.
+        """Compare the rows `ids` ([n]) of a table ([N, D]) with the encoded rows that replicas hold ([M, width]).
 
-        Args:
-            rows: [N, D] rows of the table.
-            held: [M, width] encoded rows of replicas.
-            ids: [n] the rows of both to compare.
-
-        Returns:
-            L2 norms ([n] float64, never infinite) of the rows minus the decoded rows of replicas, 0 for rows that
-            are not trained; and whether each row ([n] bool) would be encoded with other bits than replicas have.
+        Returns their distances (L2 norms [n] float64, never infinite; 0 for rows that are not trained), and
+        whether each would be encoded with other bits ([n] bool).
         """
         if self.value_type:
             return self.value_type.compare(rows, held, ids)

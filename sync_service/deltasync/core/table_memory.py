@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from deltasync.base.errors import StorageFailed
+from deltasync.base.process import private_bytes
 
 # A process may have only 65,530 mappings (vm.max_map_count), so small arrays come from malloc.
 _SMALL_BYTES = 1 << 20
@@ -60,9 +62,18 @@ class TableMemory:
     Arrays free their memory once nothing refers to them. Nothing outlives the process.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Use plain memory, or nameless scratch files in `folder`."""
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path | None = None,
+        room: "Callable[[], Room | None] | None" = None,
+        private: Callable[[], int] = private_bytes,
+        fresh_seconds: float = _FRESH_SECONDS,
+    ) -> None:
+        """Use plain memory, or nameless scratch files in `folder`. `room` reads the system's free bytes, `private`
+        those that this process has written; small arrays rely on a check for `fresh_seconds`.
+        """
+        self._folder, self._private, self._fresh_seconds = folder, private, fresh_seconds
+        self._room = room or (partial(_volume_room, folder) if folder else memory_room)
         # Promised bytes that the system may still count as free: files that are being reserved, and all allocated
         # memory, since the system assigns pages at the first write.
         self._promised = 0
@@ -72,21 +83,16 @@ class TableMemory:
         self._left, self._until = 0, 0.0
 
     def check(self, nbytes: int, what: str) -> None:
-        """Check that there is room for `nbytes` of `what`, without allocating it.
-
-        Raises:
-            NoTableMemory: there is not. The message has both sizes and the remedy.
-        """
+        """Check that there is room for `nbytes` of `what`, without allocating it."""
         if nbytes < _SMALL_BYTES and self._was_left(nbytes):
             return
-        room = _volume_room(self._folder) if self._folder else memory_room()
-        if room is None:
+        if (room := self._room()) is None:
             return
-        promised = self._promised if self._folder else max(0, self._promised - _private_bytes())
+        promised = self._promised if self._folder else max(0, self._promised - self._private())
         free = max(0, room.for_tables - promised)
         if nbytes <= free:
             with self._lock:
-                self._left, self._until = free - nbytes, time.monotonic() + _FRESH_SECONDS
+                self._left, self._until = free - nbytes, time.monotonic() + self._fresh_seconds
             return
         where = f"on the volume of {self._folder}" if self._folder else "of memory"
         remedy = (
@@ -105,11 +111,7 @@ class TableMemory:
             return enough
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """A new array, all zero.
-
-        Raises:
-            NoTableMemory: there is no room.
-        """
+        """A new array, all zero."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _SMALL_BYTES:
@@ -153,11 +155,7 @@ class _Mapping:
     """Mapped memory with zeros, unmapped once no array refers to it. It keeps no file descriptor."""
 
     def __init__(self, descriptor: int, size: int, what: str) -> None:
-        """Map `size` bytes of a file of that size, or plain memory if the descriptor is -1.
-
-        Raises:
-            NoTableMemory: the system refuses.
-        """
+        """Map `size` bytes of a file of that size, or plain memory if the descriptor is -1."""
         plain = descriptor < 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if plain else mmap.MAP_SHARED
         address = _c.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
@@ -216,12 +214,6 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _private_bytes() -> int:
-    """Private memory of this process in bytes, not backed by files."""
-    _, resident, shared, *_ = (*map(int, _text(_PROC / "self" / "statm").split()), 0, 0, 0)
-    return (resident - shared) * mmap.PAGESIZE
 
 
 def _volume_room(path: Path) -> Room | None:

@@ -41,10 +41,6 @@ class Opening:
     """How a rank opens its stream.
 
     Attributes:
-        model: the model that it publishes.
-        run: its run.
-        rank: its rank.
-        tables: the tables of the run.
         shards: the rows and columns of them that the rank holds.
         claim: the position whose rows it has.
         start_over: see `may_go_on`.
@@ -177,6 +173,9 @@ def may_publish(
                 f"run {run.id} has {counted(current.world_size, 'rank')}, this rank reports {run.world_size}: "
                 "use another id for a run of another size",
             )
+        if run.started_unix_ns != current.started_unix_ns:
+            text = f"run {run.id} began at {current.started_unix_ns}, this rank reports {run.started_unix_ns}"
+            return Admission(False, f"{text}: all ranks of a run must report the same start")
         return Admission(True, f"run {run.id} is publishing")
     if _ahead(run, now_unix_ns):
         seconds = (run.started_unix_ns - now_unix_ns) // 10**9
@@ -237,16 +236,10 @@ def continues(
     takes_changes: bool = False,
     lacks: str = "",
 ) -> Continuation:
-    """Whether the rows of `run` are those of a published version, which one, and whether it must publish more.
+    """Whether the rows of a run are those of a published version, which one, and whether it must publish more.
 
-    Args:
-        run: the run.
-        claim: the position that the run reports.
-        history: the service's history.
-        newest: the newest seal.
-        seal: checksum of the seal of `claim.number` in that history; 0 if it has none.
-        takes_changes: whether the run can receive the ids of rows that it must publish again.
-        lacks: the rows that damage has cost the service, in words; empty if there are none.
+    `seal` is the checksum of the seal of `claim.number` in this history, or 0; `lacks` are the rows that damage
+    has cost the service, in words.
     """
     if newest is None:
         return Continuation(False, "nothing is published yet")

@@ -21,7 +21,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.cuts import machine
 from deltasync.cuts.admission import Opening, Run, may_go_on
-from deltasync.cuts.cut import Cut
+from deltasync.cuts.cut import Cut, PartEnd
 from deltasync.cuts.deletes import PendingDeletes
 from deltasync.cuts.machine import State, next_state
 from deltasync.cuts.norm_guard import NormGuard
@@ -39,13 +39,10 @@ class RankStream:
     """The stream of an admitted rank.
 
     Attributes:
-        number: its number.
-        rank: the rank.
         process: the name of the rank's process.
         tables: the tables of its run.
         takes_deletes: whether it deletes rows on request.
         since_ns: when it began or, if it is over, ended, by `steady_ns`.
-        ended: whether it is over.
         finished: whether the rank said goodbye.
         left: why it ended; empty while it is open.
     """
@@ -82,13 +79,8 @@ class CutCoordinator:
     """The ranks that publish one model, and the cut that they send. Used in the event loop.
 
     Attributes:
-        model: the model.
-        deletes: the deletes of its rows that operators requested.
-        events: receives its events.
-        guard: checks the norms of rows.
         streams: number of streams of ranks, admitted or not, while the model has no published version.
         sessions: the newest stream of each rank of the run.
-        open_cut: the cut under way, if any.
         differing: names of tables whose rows differ between the run's ranks.
         refusal: why the last cut was refused for its content; None if it was not.
         rows: number of rows in cuts sealed since the service started.
@@ -155,17 +147,7 @@ class CutCoordinator:
         return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
 
     async def admit(self, opening: Opening) -> RankStream:
-        """Admit a rank, whose run may take over from another. Its tables are created with its first cut.
-
-        Raises:
-            NotPermitted: the run belongs to another identity.
-            RunRefused: the run is over, goes on from a version that was rolled back, or has another size or other
-                tables than the service or its other ranks.
-            Contradiction: the clocks contradict the order of the runs, or the log has no room for all rows of a
-                new model.
-            LimitReached: the limits do not allow the tables.
-            StorageFailed: there is no room for a table.
-        """
+        """Admit a rank, whose run may take over from another. Its tables are created with its first cut."""
         number, specs = next(self._numbers), opening.tables
         self._check_goes_on(opening)
         if refused := next_state(self._state, self._joined(opening, number, {})).error:
@@ -190,9 +172,9 @@ class CutCoordinator:
         stream.ended, stream.since_ns, stream.left = True, steady_ns(), reason
         self._do(machine.RankLeft(stream.number))
 
-    def give_back(self, run: Run, before: Run | None) -> None:
+    def give_back(self, run: Run) -> None:
         """Let the run before this one publish again, after this one has failed without a sealed cut."""
-        self._do(machine.RunFailed(run, before))
+        self._do(machine.RunFailed(run))
 
     def waits_for(self, request: DeleteRequest) -> str:
         """Why a request to delete rows is pending, in words."""
@@ -226,28 +208,24 @@ class CutCoordinator:
     # Parts of a cut.
 
     def receive(self, stream: RankStream, step: int) -> OpenCut | None:
-        """Find the cut for a rank's rows after a step, or begin it with the first rows of a later step.
-
-        Returns:
-            The cut; None if the rank's part is already whole, so that the rows do not count.
-
-        Raises:
-            Contradiction: the cut under way is of a later step.
-            Superseded: a newer stream, run or cut has taken over.
-            ServiceUnavailable: the model was deleted, or has left this process.
+        """Find the cut for a rank's rows after a step, or begin it with the first rows of a later step. None if
+        the rank's part is already whole, so that the rows do not count.
         """
         self._check_not_retired()
         skipped = machine.Skip() in self._do(machine.RowsArrived(stream.rank, stream.number, step))
         return None if skipped else self.open_cut
 
-    def close(self, stream: RankStream, step: int) -> None:
-        """Record that a rank's part is whole; after the last one, the cut is sealed."""
-        self._do(machine.PartClosed(stream.rank, stream.number, step))
+    def close(self, stream: RankStream, end: PartEnd, *, repeated: bool = False) -> "asyncio.Future[Position]":
+        """Record that a rank's part is whole, unless it was before; after the last one, the cut is sealed.
 
-    def sealed(self, step: int) -> "asyncio.Future[Position]":
-        """The future position of a cut of which a rank has closed its part; done once replicas can get it."""
-        if self.open_cut and self.open_cut.cut.step == step:
-            return self.open_cut.sealed
+        Return its future position, done once replicas can get it.
+        """
+        cut = self.open_cut
+        if not repeated:
+            self.differing |= end.differing
+            self._do(machine.PartClosed(stream.rank, stream.number, end.step))
+        if cut and cut.cut.step == end.step:
+            return cut.sealed
         done = asyncio.get_running_loop().create_future()
         done.set_result(self.model.sealed)
         return done
@@ -256,9 +234,6 @@ class CutCoordinator:
         """Check that the log can store the rows of a cut that have arrived, now or once checkpoints free space.
 
         `refused`: it cannot now.
-
-        Raises:
-            Contradiction: it never can. The cut is abandoned, and a retry is useless.
         """
         cut, capacity = current.cut, self.model.store.capacity
         if refused or cut.log_bytes > capacity:
@@ -274,11 +249,7 @@ class CutCoordinator:
         self._do(machine.CutAbandoned(reason))
 
     def abandon_forsaken(self, now: float) -> None:
-        """Abandon the cut under way after all ranks of its run were away for a while.
-
-        Args:
-            now: seconds by a monotonic clock.
-        """
+        """Abandon the cut under way after all ranks of its run were away for a while; `now` is in seconds."""
         here = self.open_cut is None or bool(self.connected)
         self._forsaken_at = None if here else self._forsaken_at or now
         if self._forsaken_at and now - self._forsaken_at >= FORSAKEN_SECONDS:
@@ -329,51 +300,47 @@ class CutCoordinator:
         after = next_state(self._state, event)
         self._state = after.state
         for action in after.actions:
-            self._act(action)
+            match action:
+                case machine.EndStreams(superseded):
+                    self.sessions.clear()
+                    self.differing.clear()
+                    self._began_ns = steady_ns()
+                    if superseded:
+                        self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
+                case machine.BeginCut(begun):
+                    cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
+                    self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
+                case machine.Seal() if self.open_cut:
+                    # In a task of its own, which continues if a rank disconnects.
+                    self._sealing = asyncio.create_task(self._seal(self.open_cut))
+                case machine.Drop(dropped, error) if self.open_cut:
+                    answer, self.open_cut = self.open_cut.sealed, None
+                    answer.set_exception(error)
+                    answer.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
+                    self.model.store.drop_cut(dropped.version)
+                case machine.Answer() if self.open_cut:
+                    answer, self.open_cut = self.open_cut.sealed, None
+                    answer.set_result(self.model.sealed)  # No later cut can be sealed yet.
         if isinstance(event, machine.LogFull) and after.error:
             self.report_failed("a cut is too large for the log", after.error)
         if after.error:
             raise after.error
         return after.actions
 
-    def _act(self, action: machine.Action) -> None:
-        match action:
-            case machine.EndStreams(superseded):
-                if superseded:
-                    self.events.emit(EventKind.RUN_SUPERSEDED, superseded, model=self.model.name)
-                self.sessions.clear()
-                self.differing.clear()
-                self._began_ns = steady_ns()
-            case machine.BeginCut(begun):
-                cut = Cut(begun.version, begun.step, begun.run, dict(self.model.tables.published))
-                self.open_cut = OpenCut(cut, begun.number, asyncio.get_running_loop().create_future())
-            case machine.Seal() if self.open_cut:
-                # In a task of its own, which continues if a rank disconnects.
-                self._sealing = asyncio.create_task(self._seal(self.open_cut))
-            case machine.Drop(dropped, error) if self.open_cut:
-                self.model.store.drop_cut(dropped.version)
-                self.open_cut.sealed.set_exception(error)
-                self.open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.
-                self.open_cut = None
-            case machine.Answer() if self.open_cut:
-                self.open_cut.sealed.set_result(self.model.sealed)  # No later cut can be sealed yet.
-                self.open_cut = None
-
     async def _seal(self, current: OpenCut) -> None:
         """Bring a complete cut from its last part to the replicas."""
         cut = current.cut
-        watch = StopWatch(cut.way_to_service(time.time_ns()))
         error: Exception
         try:
+            watch = StopWatch(cut.way_to_service(time.time_ns()))
             async with self._order:
                 whole = await self._prepare(cut)
                 seal = cut.seal(self.model.seals.newest, whole, time.time_ns())
                 watch.lap("seal")
                 tables, rows = list(cut.tables.values()), cut.rows_in_memory()
                 complete = CompleteCut(seal, tables, rows, cut.unwritten, watch)
-                durable = partial(self._do, machine.CutDurable(current.number))
+                durable = partial(self._note_durable, current, seal)
                 await self.model.commit(complete, durable, self.report_failed, self._ending)
-            self._note_sealed(cut, seal)
             if self.whenever_sealed:
                 await self.whenever_sealed()
             self._do(machine.CutApplied(current.number))
@@ -390,35 +357,44 @@ class CutCoordinator:
             text = f"the cut of step {cut.step} could not be sealed; send it again"
             self.report_failed(text, unforeseen)
             error = ServiceUnavailable(text, detail=f": {error_text(unforeseen)}")
+        except asyncio.CancelledError:
+            text = f"the cut of step {cut.step} was interrupted; send it again"
+            self._do(machine.SealFailed(current.number, ServiceUnavailable(text)))
+            raise
         self._do(machine.SealFailed(current.number, error))
 
     async def _prepare(self, cut: Cut) -> tuple[str, ...]:
-        """Create the tables of a complete cut; returns those of which it has every row.
-
-        Raises:
-            Contradiction: its parts do not cover whole tables, or a table differs from the model's.
-            LimitReached: the limits do not allow its tables.
-            StorageFailed: there is no room for its tables.
-            ServiceUnavailable: an earlier version is not applied, because the service is shutting down.
-        """
+        """Create the tables of a complete cut; returns those of which it has every row."""
         if cut.unpublished:  # With many shards, this takes long.
             await asyncio.to_thread(cut.check_coverage)
         if self.model.position.number < (newest := self.model.seals.newest_version):
             # The service is shutting down, or the model will be reloaded.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
-        await self._make_tables(cut)
+        if self._made != (cut.tables, self.model.tables.changes):
+            tables = list(cut.tables.values())
+            self._bytes_to_be = self.model.tables.nbytes + self._added_bytes(tables)
+            try:  # If it fails, nothing has changed.
+                await self.model.tables.add(tables, later_run=self._is_later(cut.run))
+            finally:
+                self._bytes_to_be = 0
+            self._made = cut.tables, self.model.tables.changes
         if cut.excess:  # Before any replica can get a row of it.
             self.events.emit(EventKind.CUT_QUARANTINED, cut.excess, model=self.model.name, version=cut.version)
             await self._consumers.hold_back(self.model.name, cut.version, cut.excess)
         return await asyncio.to_thread(cut.whole) if cut.full else ()
 
-    def _note_sealed(self, cut: Cut, seal: Seal) -> None:
-        self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
-        self.refusal = None
-        self.rows += seal.rows
-        self.bytes += seal.bytes
-        self.deletes.finish(cut.deletes, seal.version)
-        self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+    def _note_durable(self, current: OpenCut, seal: Seal) -> None:
+        self._do(machine.CutDurable(current.number))
+        cut = current.cut
+        try:  # Before it is applied: after a crash meanwhile, its deletes would be repeated.
+            self.refusal = None
+            self.rows += seal.rows
+            self.bytes += seal.bytes
+            self.deletes.finish(cut.deletes, seal.version)
+            self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
+            self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
+        except Exception as error:  # noqa: BLE001  # the cut counts all the same
+            self.report_failed(f"version {seal.version} is sealed, but not all of its effects are noted", error)
 
     def report_failed(self, what: str, error: Exception) -> None:
         """Report an error in the model's status and as an event."""
@@ -452,12 +428,7 @@ class CutCoordinator:
     # Tables.
 
     def _checked_tables(self, run: Run, tables: Sequence[TableSpec]) -> Mapping[str, TableSpec]:
-        """Check a rank's tables against those of the model and of the other ranks of its run. By name.
-
-        Raises:
-            Contradiction: a table differs.
-            LimitReached: there would be too many tables.
-        """
+        """Check a rank's tables against those of the model and of the other ranks of its run. By name."""
         model, others = self.model, self._state.tables if run.id == self.run_id else {}
         again = [table for table in tables if table.name in others]
         first = {table.name: table for table in tables if table.name not in others}
@@ -468,19 +439,6 @@ class CutCoordinator:
         names = {each.spec.name for each in model.tables} | others.keys() | first.keys()
         self._limits.check("tables_per_model", len(names))
         return first | {table.name: table for table in changed}
-
-    async def _make_tables(self, cut: Cut) -> None:
-        """Create the tables of a complete cut. If it fails, nothing has changed."""
-        model = self.model
-        if self._made == (cut.tables, model.tables.changes):
-            return
-        tables = list(cut.tables.values())
-        self._bytes_to_be = model.tables.nbytes + self._added_bytes(tables)
-        try:
-            await model.tables.add(tables, later_run=self._is_later(cut.run))
-        finally:
-            self._bytes_to_be = 0
-        self._made = cut.tables, model.tables.changes
 
     def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
         """Check the limits; return the number of additional bytes."""
@@ -502,4 +460,4 @@ def _state_of(model: Model) -> State:
     runs = [run for run, _ in groupby(seal.run for seal in model.seals)]
     run = Run(newest.run, newest.run_started_unix_ns, newest.world_size, rollback_of=newest.rollback_of)
     sealed = machine.Sealed(newest.version, newest.run, newest.step)
-    return State(run, tuple(runs[:-1])[-machine.EARLIER_RUNS :], newest=sealed)
+    return State(run, earlier=tuple(runs[:-1])[-machine.EARLIER_RUNS :], newest=sealed)

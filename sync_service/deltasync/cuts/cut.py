@@ -18,7 +18,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import DIGEST_TYPE, Shard, TableSpec
 from deltasync.cuts.admission import Run
 from deltasync.cuts.norm_guard import RowNorms
-from deltasync.model.missing_rows import NOTHING_MISSING, MissingIds
+from deltasync.model.applied_tables import NOTHING_MISSING, MissingIds
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,10 @@ class ChangedRows:
         for name in missing.keys() & changed.keys():
             changed[name] = np.union1d(changed[name], missing[name])
         for slot, shard in enumerate(shards):
-            ids = _inside(changed.get(shard.table.name, np.empty(0, np.int64)), shard)
-            if len(ids):
-                name = shard.table.name
+            name = shard.table.name
+            ids = changed.get(name, np.empty(0, np.int64))
+            first, end = np.searchsorted(ids, (shard.row_offset, shard.row_offset + shard.rows))
+            if len(ids := ids[first:end]):
                 ids_of[name] = np.union1d(ids_of[name], ids) if name in ids_of else ids
                 counts[slot], masks[slot] = len(ids), np.zeros(shard.rows, bool)
                 masks[slot][ids - shard.row_offset] = True
@@ -88,11 +89,6 @@ class MissingRows:
     def counts(self) -> dict[int, int]:
         """Number of missing rows by index of the shard, without complete shards."""
         return {slot: count for slot, count in self._counts.items() if count}
-
-
-def _inside(ids: Ids, shard: Shard) -> Ids:
-    first, end = np.searchsorted(ids, (shard.row_offset, shard.row_offset + shard.rows))
-    return ids[first:end]
 
 
 @dataclass(frozen=True)
@@ -147,75 +143,14 @@ class RankPart:
     kept: list[RowBatch] = field(default_factory=list)
     unwritten: Sequence[Future[None]] = ()  # Writes to the log that were pending when the part was closed.
 
-    def note_norms(self, table: str, norms: RowNorms) -> None:
-        """Record the norms of rows that arrived."""
-        self.largest_norms[table] = max(norms.largest, self.largest_norms.get(table, 0.0))
-        self.excess = self.excess or norms.excess
-
-    def add(self, slot: int, rows: RowBatch, log_bytes: int) -> None:
-        """Count live or deleted rows that arrived, each kind by ascending ids, in a record of `log_bytes` bytes.
-
-        Raises:
-            InvalidInput: a row came twice, or out of order.
-        """
-        name, ids, column = self.shards[slot].table.name, rows.ids, (slot, rows.deleted)
-        last = self.last_ids.get(column, -1)
-        if ids[0] <= last:
-            raise InvalidInput(
-                f"table {name!r}: row id {int(ids[0])} came after {last}; ids must be strictly ascending within a "
-                "part"
-            )
-        self.last_ids[column] = int(ids[-1])
-        self.named_rows[slot] += len(ids)
-        self.new_rows[slot] += len(ids) - int(np.searchsorted(ids, self.published.get(name, 0)))
-        if self.missing:
-            self.missing.name(slot, self.shards[slot], ids)
-        self.rows += len(ids)
-        self.bytes += rows.nbytes
-        self.log_bytes += log_bytes
-
-
-def _check_full(part: RankPart) -> None:
-    for slot, shard in enumerate(part.shards):
-        rows, kind = part.named_rows[slot], shard.table.kind
-        if rows > shard.rows or (kind.complete and rows < shard.rows):
-            raise InvalidInput(
-                f"rank {part.rank} closed a full part with {counted(rows, 'row')} of {kind.value} "
-                f"{shard.table.name!r}, but its shard has {shard.rows}"
-            )
-
-
-def _check_new(part: RankPart) -> None:
-    for slot, shard in enumerate(part.shards):
-        first = max(shard.row_offset, part.published.get(shard.table.name, 0))
-        new = max(0, shard.row_offset + shard.rows - first)
-        if (sent := part.new_rows[slot]) < new:
-            raise ResyncRequired(
-                f"rank {part.rank} sent {sent} of its {new} rows of table {shard.table.name!r} that were never "
-                "published: publish every row first"
-            )
-
-
-def _check_missing(part: RankPart) -> None:
-    if part.missing is None:
-        return
-    for slot, count in part.missing.counts.items():
-        raise ResyncRequired(
-            f"rank {part.rank} left out {counted(count, 'row')} of table {part.shards[slot].table.name!r} "
-            "that the service had named: publish every row first"
-        )
-
-
-# To bound memory, a larger cut is read back from the log when it is applied.
-KEPT_BYTES = 32 << 20
-
 
 @dataclass
 class Cut:
     """The rows that all ranks publish after a step. A model has at most one open cut.
 
     `published` is the number of rows of each table in earlier cuts; the cut must contain all others. `rows`,
-    `bytes` and `log_bytes` count the rows of all parts, their ids and values, and their records in the log.
+    `bytes` and `log_bytes` count the rows of all parts, their ids and values, and their records in the log. To
+    bound memory, a cut of more than `kept_bytes` bytes is read back from the log when it is applied.
     """
 
     version: int
@@ -227,26 +162,39 @@ class Cut:
     rows: int = 0
     bytes: int = 0
     log_bytes: int = 0
+    kept_bytes: int = 32 << 20
     _only_in_log: bool = False
 
-    def add(self, part: RankPart, slot: int, rows: RowBatch, log_bytes: int) -> None:
-        """Add rows to a part, with a record of `log_bytes` bytes. Keep them in memory until the cut is applied,
-        unless the cut is too large.
+    def add(
+        self, part: RankPart, slot: int, rows: RowBatch, log_bytes: int, norms: RowNorms | None = None
+    ) -> None:
+        """Add live or deleted rows to a part, each kind by ascending ids, in a record of `log_bytes` bytes.
 
-        Raises:
-            InvalidInput: a row came twice, or out of order.
+        They stay in memory until the cut is applied, unless the cut is too large.
         """
-        part.add(slot, rows, log_bytes)
-        self.rows += len(rows)
-        self.bytes += rows.nbytes
-        self.log_bytes += log_bytes
+        name, ids, column = rows.table.name, rows.ids, (slot, rows.deleted)
+        if ids[0] <= (last := part.last_ids.get(column, -1)):
+            text = f"table {name!r}: row id {int(ids[0])} came after {last}"
+            raise InvalidInput(f"{text}; ids must be strictly ascending within a part")
+        part.last_ids[column] = int(ids[-1])
+        part.named_rows[slot] += len(ids)
+        part.new_rows[slot] += len(ids) - int(np.searchsorted(ids, part.published.get(name, 0)))
+        if part.missing:
+            part.missing.name(slot, part.shards[slot], ids)
+        if norms:
+            part.largest_norms[name] = max(norms.largest, part.largest_norms.get(name, 0.0))
+            part.excess = part.excess or norms.excess
+        for each in (part, self):
+            each.rows += len(ids)
+            each.bytes += rows.nbytes
+            each.log_bytes += log_bytes
         if self._only_in_log:
             return
         part.kept.append(rows)
-        if self.bytes + self.rows * DIGEST_TYPE.itemsize > KEPT_BYTES:
+        if self.bytes + self.rows * DIGEST_TYPE.itemsize > self.kept_bytes:
             self._only_in_log = True
-            for each in self.parts.values():
-                each.kept.clear()
+            for other in self.parts.values():
+                other.kept.clear()
 
     def rows_in_memory(self) -> list[RowBatch] | None:
         """All rows of the cut in the order of the log, so that the same one wins if shards overlap. None if there
@@ -281,35 +229,40 @@ class Cut:
         return part
 
     def close(self, part: RankPart, end: PartEnd, unwritten: Sequence[Future[None]] = ()) -> None:
-        """Close a rank's part; `unwritten` are pending writes to the log.
-
-        Raises:
-            InvalidInput: the number of rows is wrong, or a full part lacks rows of a table that must be complete.
-            ResyncRequired: the part must be full but is not; or it lacks rows that were never published, or that
-                were published after the version that the rank continues.
-        """
+        """Close a rank's part if it has all rows that it must have; `unwritten` are pending writes to the log."""
+        rank = f"rank {part.rank}"
         if end.rows != part.rows:
-            raise InvalidInput(
-                f"rank {part.rank} closed a part of {counted(end.rows, 'row')}, but {part.rows} arrived"
-            )
-        if end.full:
-            _check_full(part)
-        elif part.must_be_full:
+            raise InvalidInput(f"{rank} closed a part of {counted(end.rows, 'row')}, but {part.rows} arrived")
+        if part.must_be_full and not end.full:
             raise ResyncRequired(
-                f"rank {part.rank} sent only changed rows, but its run does not continue the published history: "
-                "publish every row first"
+                f"{rank} sent only changed rows, but its run does not continue the published history: publish "
+                "every row first"
             )
-        else:
-            _check_new(part)
-            _check_missing(part)
+        left_out = part.missing.counts if part.missing and not end.full else {}
+        for slot, shard in enumerate(part.shards):
+            rows, name, kind = part.named_rows[slot], shard.table.name, shard.table.kind
+            if end.full and (rows > shard.rows or (kind.complete and rows < shard.rows)):
+                raise InvalidInput(
+                    f"{rank} closed a full part with {counted(rows, 'row')} of {kind.value} {name!r}, but its "
+                    f"shard has {shard.rows}"
+                )
+            first = max(shard.row_offset, part.published.get(name, 0))
+            new, sent = max(0, shard.row_offset + shard.rows - first), part.new_rows[slot]
+            if not end.full and sent < new:
+                raise ResyncRequired(
+                    f"{rank} sent {sent} of its {new} rows of table {name!r} that were never published: publish "
+                    "every row first"
+                )
+            if count := left_out.get(slot):
+                raise ResyncRequired(
+                    f"{rank} left out {counted(count, 'row')} of table {name!r} that the service had named: "
+                    "publish every row first"
+                )
         part.end, part.unwritten = end, unwritten
 
     def check_coverage(self) -> None:
         """Check that the shards of a complete cut cover each table with rows that were never published, and every
         table if a part has missing rows.
-
-        Raises:
-            RunRefused: some values of a table belong to no rank's shard.
         """
         for name, lack in self._gaps(self.unpublished).items():
             if lack:

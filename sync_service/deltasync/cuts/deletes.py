@@ -16,13 +16,10 @@ from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
-# Maximum number of ids of a model's finished deletes in memory.
+# Maximum number of ids of a model's pending or finished deletes, which stay in memory.
 _MOST_IDS = 1_000_000
-# Maximum number of ids in one request, and in all pending requests of a model, which stay in memory.
+# Maximum number of ids in one request.
 MOST_IDS = 100_000
-_MOST_PENDING_IDS = 1_000_000
-# Maximum number of ids that a rank gets at once; the others follow once these are deleted.
-_HANDED_IDS = 131_072
 
 
 class PendingDeletes:
@@ -31,6 +28,8 @@ class PendingDeletes:
     Attributes:
         requests: the requests by number, in ascending order.
         done: requests that sealed cuts have carried.
+        most_ids: maximum number of ids in all pending requests.
+        handed_ids: maximum number of ids that a rank gets at once; the others follow once these are deleted.
     """
 
     def __init__(self, log: LogStore, model: str, events: Events) -> None:
@@ -39,13 +38,10 @@ class PendingDeletes:
         self._events = events
         self.requests: dict[int, DeleteRequest] = {}
         self.done = DoneDeletes(log, model)
+        self.most_ids, self.handed_ids = _MOST_IDS, 131_072
 
     async def recover(self) -> None:
-        """Read the requests from the log, in another thread, because they may have millions of ids.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
+        """Read the requests from the log, in another thread, because they may have millions of ids."""
         recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
         self.requests = {each.number: each for each, _ in recorded}
         await self.done.recover()
@@ -53,20 +49,7 @@ class PendingDeletes:
     async def ask(
         self, table: str, ids: ArrayLike, tables: Callable[[], Sequence[TableSpec]], by: str
     ) -> DeleteRequest:
-        """Write a request to the log.
-
-        Args:
-            table: the table's name.
-            ids: global row ids, in any order.
-            tables: returns the model's tables now; raises if the model was deleted.
-            by: name of the caller.
-
-        Raises:
-            NotFound: the model has no table of that name.
-            InvalidInput: no ids or too many, an id that is no integer or outside the table, or not an embedding
-                table.
-            Contradiction: too many are pending.
-        """
+        """Write a request for rows of a table to the log. `tables` returns the model's tables at present."""
         spec = _find(self._model, table, tables())
         rows = await asyncio.to_thread(_checked, self._model, spec, ids)
         # Meanwhile the table may have been deleted. A request for it would reach a later table of that name.
@@ -78,9 +61,6 @@ class PendingDeletes:
     async def ask_again(self, done: DeleteRequest, rows: Ids, version: int, by: str) -> None:
         """Replace a finished request by a new one for `rows`, because a run continues from `version`, before the
         delete.
-
-        Raises:
-            StorageFailed: the log did not accept it; the finished request stays.
         """
         with self.done.replaced(done.number):
             if len(rows):
@@ -109,7 +89,7 @@ class PendingDeletes:
             if request.table not in names:
                 continue
             count += len(request.ids)
-            if oldest and count > _HANDED_IDS:
+            if oldest and count > self.handed_ids:
                 break
             oldest.append(request)
         return oldest
@@ -144,10 +124,10 @@ class PendingDeletes:
 
     def _check_room(self, rows: int) -> None:
         pending = sum(len(request.ids) for request in self.requests.values())
-        if pending + rows > _MOST_PENDING_IDS:
+        if pending + rows > self.most_ids:
             raise Contradiction(
                 f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, and {rows} more would "
-                f"exceed the limit of {_MOST_PENDING_IDS}: wait until its trainer has published these deletes"
+                f"exceed the limit of {self.most_ids}: wait until its trainer has published these deletes"
             )
 
     def _record_name(self, number: object) -> str:
@@ -160,10 +140,10 @@ class PendingDeletes:
 
 
 class DoneDeletes:
-    """The newest finished deletes of a model. Used in the event loop."""
+    """The newest finished deletes of a model, with `most_ids` ids at most. Used in the event loop."""
 
     def __init__(self, log: LogStore, model: str) -> None:
-        self._log, self._model = log, model
+        self._log, self._model, self.most_ids = log, model, _MOST_IDS
         # By number, in the order in which they finished, with the versions that carried them.
         self._requests: dict[int, tuple[DeleteRequest, int]] = {}
 
@@ -172,11 +152,7 @@ class DoneDeletes:
         return number in self._requests
 
     async def recover(self) -> None:
-        """Read the finished deletes from the log, in another thread.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
+        """Read the finished deletes from the log, in another thread."""
         recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
         self._requests = {each[0].number: each for each in recorded}
 
@@ -184,7 +160,7 @@ class DoneDeletes:
         """Record that the sealed cut `version` has carried a request; the future completes with the write."""
         self._requests[request.number] = request, version
         ids = sum(len(each.ids) for each, _ in self._requests.values())
-        while ids > _MOST_IDS:
+        while ids > self.most_ids:
             oldest = next(iter(self._requests))
             ids -= len(self._requests[oldest][0].ids)
             self.drop(oldest)
@@ -227,11 +203,7 @@ def _record(request: DeleteRequest, version: int = 0) -> bytes:
 
 
 def _recorded(log: LogStore, prefix: str) -> list[tuple[DeleteRequest, int]]:
-    """The requests in the log, each with the version that carried it, by version and number. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The requests in the log, each with the version that carried it, by version and number. Blocks."""
     requests = list[tuple[DeleteRequest, int]]()
     for number, record in log.items(prefix).items():
         with reading(f"record {prefix}{number}"):

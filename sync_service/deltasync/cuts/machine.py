@@ -85,17 +85,17 @@ class State:
 
     Attributes:
         run: the run that publishes; None before the first one.
+        before: the run that published before it, which goes on if this one is a rollback and fails.
         earlier: ids of the runs before it, oldest first. None of them may return.
         streams: the newest stream of each rank of the run.
         connected: the streams among them that have not ended.
         tables: the tables that its ranks announced, by name.
-        newest: the newest version.
-        cut: the cut under way, if any.
         cuts: number of cuts that were begun.
         full: the cut that the full log refused last.
     """
 
     run: Run | None = None
+    before: Run | None = None
     earlier: tuple[str, ...] = ()
     streams: Mapping[int, int] = field(default_factory=dict)
     connected: frozenset[int] = frozenset()
@@ -205,7 +205,6 @@ class RunFailed:
     """A rollback has failed: unless its cut is on its way into the log, the run before it publishes again."""
 
     run: Run
-    before: Run | None
 
 
 Event = (
@@ -336,7 +335,8 @@ def _join(state: State, event: RankJoined) -> Transition:
         state, actions = replace(state, earlier=earlier), (*actions, EndStreams(decision.reason))
     streams, before = {**state.streams, event.rank: event.stream}, state.streams.get(event.rank)
     connected, tables = (state.connected - {before}) | {event.stream}, {**state.tables, **event.tables}
-    state = replace(state, run=run, streams=streams, connected=connected, tables=tables)
+    last = current if other else state.before
+    state = replace(state, run=run, before=last, streams=streams, connected=connected, tables=tables)
     return Transition(state, actions, decision.reason)
 
 
@@ -347,15 +347,15 @@ def _end_run(state: State, reason: str) -> tuple[State, tuple[Action, ...]]:
 
 
 def _give_back(state: State, event: RunFailed) -> Transition:
-    sealing = state.cut is not None and state.cut.phase is not Phase.ARRIVING
+    cut, before = state.cut, state.before
+    sealing = cut is not None and cut.run.id == event.run.id and cut.phase is not Phase.ARRIVING
     if state.run != event.run or sealing or state.newest.run == event.run.id:
         return Transition(state)
     reason = f"run {event.run.id} has failed"
     state, actions = _end_run(state, reason)
-    earlier = tuple(each for each in state.earlier if event.before is None or each != event.before.id)
-    return _at_rest(
-        Transition(replace(state, run=event.before, earlier=earlier), (*actions, EndStreams()), reason)
-    )
+    earlier = tuple(each for each in state.earlier if before is None or each != before.id)
+    state = replace(state, run=before, before=None, earlier=earlier)
+    return _at_rest(Transition(state, (*actions, EndStreams()), reason))
 
 
 def _receive(state: State, event: RowsArrived) -> Transition:

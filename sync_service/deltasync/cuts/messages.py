@@ -25,21 +25,13 @@ _MOST_DELETES = 131_072
 
 
 def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
-    """Check the number of tables and shards in an opening message against the limits.
-
-    Raises:
-        LimitReached: there are too many.
-    """
+    """Check the number of tables and shards in an opening message against the limits."""
     limits.check("tables_per_model", len(message.tables))
     limits.check("shards_per_open", len(message.shards))
 
 
 def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Opening:
-    """Check the opening message of a stream from a client with identity `by`. Any thread may call it.
-
-    Raises:
-        InvalidInput: a field of the message is invalid.
-    """
+    """Check the opening message of a stream from a client with identity `by`. Any thread may call it."""
     check_name("model", message.model)
     tables = _checked_tables(message)
     return Opening(
@@ -56,11 +48,7 @@ def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Openi
 
 
 def check_close(message: publish_pb2.PartClose, tables: Sequence[TableSpec]) -> PartEnd:
-    """Check the end of a part of a rank that announced these tables.
-
-    Raises:
-        InvalidInput: a field of the message is invalid.
-    """
+    """Check the end of a part of a rank that announced these tables."""
     if len(message.differing) > len(tables) or len(message.deletes) > _MOST_DELETES:
         numbers = f"{len(message.differing)} tables that differ, and {len(message.deletes)} deletes"
         raise InvalidInput(f"{numbers}: expected at most {len(tables)} and {_MOST_DELETES}")

@@ -23,14 +23,7 @@ _OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
-    """Admit a rank. It replaces an older stream of the same rank, or an older run.
-
-    Raises:
-        Contradiction: see `CutCoordinator.admit`.
-        LimitReached: the limits do not allow its tables.
-        StorageFailed: there is no room for a table.
-        ServiceUnavailable: a version is only partly applied to the model's tables.
-    """
+    """Admit a rank. It replaces an older stream of the same rank, or an older run."""
     loop = asyncio.get_running_loop()
     layout = await loop.run_in_executor(_OPENS, pack_layout, opening.tables, opening.shards)
     session = PublishSession(coordinator, opening, await coordinator.admit(opening), layout)
@@ -47,9 +40,6 @@ class PublishSession:
     """An admitted rank. Used in the event loop.
 
     Attributes:
-        coordinator: the coordinator of its model's ranks.
-        stream: its stream.
-        tables: the tables of its run.
         shards: the rows and columns that the rank holds, by slot.
         slots: the slot of each table, by name.
         changed: the rows that its next part must have, because the service named them; None if it named none.
@@ -100,11 +90,7 @@ class PublishSession:
         )
 
     async def find_changes(self) -> None:
-        """Find the rows that were published after the version that the run continues, and those that damage cost.
-
-        Raises:
-            ServiceUnavailable: a version is only partly applied to the tables.
-        """
+        """Find the rows that were published since the version that the run continues, and those lost to damage."""
         if self.decision.since is not None:
             await self.coordinator.settled()
         if (since := self.decision.since) is not None:
@@ -143,14 +129,7 @@ class PublishSession:
         return self._model.sealed
 
     def add(self, step: int, slot: int, batch: RowBatch) -> None:
-        """Add rows to this rank's part of a cut. Call `wait_for_room` afterwards.
-
-        Raises:
-            InvalidInput: the rows do not match the rank's shards, or a norm exceeds the limit.
-            Damaged: rows do not match their digests.
-            Contradiction: the cut does not fit even into an empty log.
-            Superseded: a newer stream, run or cut has taken over.
-        """
+        """Add rows to this rank's part of a cut. Call `wait_for_room` afterwards."""
         batch.check()
         batch.check_digests()
         if batch.digests is None and not batch.deleted:
@@ -163,21 +142,14 @@ class PublishSession:
         open_cut, part = part_of
         record = pack_rows(slot, batch, part.layout)
         size = sum(map(len, record))
-        open_cut.cut.add(part, slot, batch, size)
-        if norms:
-            part.note_norms(batch.table.name, norms)
+        open_cut.cut.add(part, slot, batch, size, norms)
         self.coordinator.check_room(open_cut)
         appended = self._model.store.append(open_cut.cut.version, self.rank, part.records, record)
         part.records += 1
         self._unwritten.add(appended, size)
 
     async def wait_for_room(self) -> None:
-        """Wait until this stream may send more rows. Meanwhile another stream may begin the part anew.
-
-        Raises:
-            Contradiction: the cut does not fit even into an empty log.
-            StorageFailed: a write failed.
-        """
+        """Wait until this stream may send more rows. Meanwhile another stream may begin the part anew."""
         try:
             await self._unwritten.wait_for_room()
         except LogFull:
@@ -186,31 +158,18 @@ class PublishSession:
             raise
 
     async def close(self, end: PartEnd) -> Position:
-        """Close this rank's part, and wait until the cut is durable and applied; return its position.
-
-        Raises:
-            InvalidInput: the part does not match its end.
-            ResyncRequired: the run must publish every row first, and this part does not contain them.
-            Contradiction: the ranks' shards do not cover whole tables, or the step is older than a published one.
-            Superseded: a newer stream, run or cut has taken over.
-        """
+        """Close this rank's part, and wait until the cut is durable and applied; return its position."""
         if part_of := self._part_of(end.step):
             open_cut, part = part_of
             open_cut.cut.close(part, end, self._unwritten.take())
-            self.coordinator.differing |= end.differing
             self._part = None
-            self.coordinator.close(self.stream, end.step)
-        # Shielded, because other ranks wait for it too.
-        self._claim = await asyncio.shield(self.coordinator.sealed(end.step))
+        answer = self.coordinator.close(self.stream, end, repeated=part_of is None)
+        self._claim = await asyncio.shield(answer)  # Because other ranks wait for it too.
         self.changed = None  # The part contained all of it.
         return self._claim
 
     def finish(self) -> None:
-        """Record the goodbye of the rank, after which it publishes nothing.
-
-        Raises:
-            InvalidInput: a part is open.
-        """
+        """Record the goodbye of the rank, after which it publishes nothing."""
         if self._part:
             raise InvalidInput(f"goodbye within the part of step {self._part[0].cut.step}: close it first")
         self.stream.finished = True
@@ -220,19 +179,20 @@ class PublishSession:
         open_cut = self.coordinator.receive(self.stream, step)
         if open_cut is None:
             return None
-        if self._part is None or self._part[0] is not open_cut:
-            self._part = open_cut, self._begin(open_cut)
-        return self._part
-
-    def _begin(self, open_cut: OpenCut) -> RankPart:
-        """Begin this rank's part: drop its records of an earlier stream, and write the layout of its rows."""
-        cut, decision = open_cut.cut, self.decision
-        missing = self._missing(decision.since)
+        if self._part and self._part[0] is open_cut:
+            return self._part
+        cut, decision, missing = open_cut.cut, self.decision, None
+        if decision.since is not None:  # The part must contain the rows that were published since.
+            newest, changed = self._model.seals.newest_version, self.changed
+            if changed is None or (changed.since, changed.upto) != (decision.since, newest):
+                raise Superseded(f"version {newest} was sealed after this stream was opened: open it again")
+            missing = MissingRows(changed)
         cut.announce(self.tables)
+        # It drops its records of an earlier stream, and writes the layout of its rows.
         self._unwritten.add(self._model.store.drop_part(cut.version, self.rank), 0)
         layout = self._model.store.use_layout(self._layout, self.shards, cut.version)
         self._unwritten.add(layout.written, 0)
-        return cut.begin(
+        part = cut.begin(
             self.rank,
             self.shards,
             must_be_full=not decision.yes,
@@ -240,15 +200,8 @@ class PublishSession:
             layout=layout.number,
             log_bytes=layout.log_bytes,
         )
-
-    def _missing(self, since: int | None) -> MissingRows | None:
-        """The rows that were published after version `since`, which the part must contain."""
-        newest = self._model.seals.newest_version
-        if since is None:
-            return None
-        if self.changed is None or (self.changed.since, self.changed.upto) != (since, newest):
-            raise Superseded(f"version {newest} was sealed after this stream was opened: open it again")
-        return MissingRows(self.changed)
+        self._part = open_cut, part
+        return self._part
 
 
 # Bounds the memory of an arriving part, without waiting for each of many small chunks.
@@ -272,11 +225,7 @@ class UnwrittenChunks:
         self._bytes += self._writes[-1][1]
 
     async def wait_for_room(self) -> None:
-        """Wait for the oldest writes until the others fit into the memory of this stream and of all streams.
-
-        Raises:
-            StorageFailed: a write failed.
-        """
+        """Wait for the oldest writes until the others fit into the memory of this stream and of all streams."""
         while self._bytes > _MOST_BYTES or (self._writes and self._queue.full):
             write, size = self._writes.popleft()
             self._bytes -= size

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -14,25 +15,32 @@ from collections.abc import (
     Set,
 )
 from dataclasses import asdict, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from deltasync.base.errors import RunRefused, ServiceUnavailable, StorageFailed
 from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
+from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.policy import Policy
-from deltasync.core.rows import DamagedRows, RowBatch, disjoint, first_id
+from deltasync.core.rows import DamagedRows, Ids, Mask, RowBatch, disjoint, first_id, members
 from deltasync.core.seal import Seal, SealHistory
 from deltasync.core.stamped_table import StampedTable, table_bytes
 from deltasync.core.table_form import spec_record
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.model.missing_rows import NOTHING_MISSING, Arriving, MissingIds, in_words
 from deltasync.model.model_store import ModelStore
 from deltasync.model.releases import Head
 from deltasync.wire.row_messages import CHUNK_BYTES
+
+# Ids ([n], ascending) by table name, without tables that lack nothing.
+MissingIds: TypeAlias = Mapping[str, Ids]
+NOTHING_MISSING: MissingIds = MappingProxyType({})
+# Number of ids, or of ranges of ids, to name in messages.
+_NAMED = 10
 
 MODEL_OWNER = ""  # The owner of the model's own tables in a checkpoint.
 
@@ -69,15 +77,8 @@ class AppliedTables:
         run: Callable[..., Coroutine[Any, Any, Any]],
         changed: Callable[[], None],
     ) -> None:
-        """Start without tables.
-
-        Args:
-            model: the model's name.
-            store: the model's records in the log.
-            memory: where to place the tables' arrays.
-            seals: the seals of the last durable cuts.
-            run: runs a function on the model's thread.
-            changed: called in the event loop after a change of tables, or when rows turn out to be damaged.
+        """Start without tables. `run` runs a function on the model's thread; `changed` is called in the event loop
+        after a change of tables, or when rows turn out to be damaged.
         """
         self.changes = 0
         self.published: dict[str, int] = {}
@@ -133,11 +134,7 @@ class AppliedTables:
         self._changed()
 
     def check_sound(self) -> None:
-        """Check that no damaged row was detected. Safe to call from any thread.
-
-        Raises:
-            ServiceUnavailable: one was.
-        """
+        """Check that no damaged row was detected. Safe to call from any thread."""
         if self.failed:
             text = f"model {self._model!r} is being reloaded from its checkpoint and its log"
             raise ServiceUnavailable(text, detail=f": {self.failed}")
@@ -146,11 +143,7 @@ class AppliedTables:
 
     @property
     def seal(self) -> Seal | None:
-        """The seal of the cut that the tables are at; None before the first.
-
-        Raises:
-            ServiceUnavailable: the last cut was applied only in part, or rows do not match their digests.
-        """
+        """The seal of the cut that the tables are at; None before the first."""
         self.check_sound()
         if self._partly:
             raise ServiceUnavailable(f"model {self._model!r} is applying a version again; try again")
@@ -161,11 +154,7 @@ class AppliedTables:
         return self._tables, Head.of(self.seal) if self.seal else None
 
     def begin(self) -> None:
-        """Make the tables in the log's record, all empty.
-
-        Raises:
-            StorageFailed: there is no room for them.
-        """
+        """Make the tables in the log's record, all empty."""
         removed = self._store.removed
         self._replace(
             [StampedTable(spec, self._memory, removed.get(name, 0)) for name, spec in self._store.specs.items()]
@@ -179,13 +168,8 @@ class AppliedTables:
         self._partly = False
 
     def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> int:
-        """Apply a cut from `rows`, or from the log if they are None. Applying it again changes nothing.
-
-        Returns:
-            The number of rows that do not match their digests.
-
-        Raises:
-            StorageFailed: the log cannot be read, or its records of the cut are damaged.
+        """Apply a cut from `rows`, or from the log if they are None. Applying it again changes nothing. Return the
+        number of rows that do not match their digests.
         """
         wrong = 0
         # The log may have rows of a table that was removed later, and whose name a new table now has.
@@ -220,11 +204,6 @@ class AppliedTables:
         """Ensure that the model has these tables. Missing ones are made, with zeros.
 
         In a later run, existing tables may get more rows, zeros at first.
-
-        Raises:
-            Contradiction: a table exists with more rows or another definition; nothing was changed.
-            StorageFailed: there is no room for them; nothing was changed.
-            ServiceUnavailable: the service is shutting down.
         """
         if self._to_change(tables, later_run):
             # It runs in a task of its own, because a disconnecting rank must not interrupt it half way.
@@ -262,11 +241,7 @@ class AppliedTables:
             self._changed()
 
     async def remove(self, name: str) -> None:
-        """Remove a table, between cuts and while no rank publishes it.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was changed.
-        """
+        """Remove a table, between cuts and while no rank publishes it."""
         async with self._open():
             specs = {table.spec.name: table.spec for table in self if table.spec.name != name}
             await asyncio.to_thread(self._store.describe, specs, {}, {name: self._seals.newest_version})
@@ -336,18 +311,8 @@ def key_of(table: StampedTable) -> TableKey:
 def changes(
     model: str, before: Mapping[str, TableSpec], announced: Collection[TableSpec], *, later_run: bool
 ) -> list[TableSpec]:
-    """The announced tables of a run that are new or different.
-
-    In a later run a table may have more rows.
-
-    Args:
-        model: the model's name.
-        before: its tables, by name.
-        announced: the tables of the run.
-        later_run: whether the run is not the one that published last; the same for all ranks of a run.
-
-    Raises:
-        RunRefused: a table has fewer rows than before, or differs in another way.
+    """The announced tables of a run that are new or different. In a later run than the one that published last, a
+    table may have more rows; no other difference is allowed.
     """
     for table in announced:
         if table.name not in before:
@@ -390,26 +355,16 @@ def _words(table: TableSpec, other: TableSpec) -> str:
 
 
 def published_rows(table: StampedTable, grown_from: int, whole: Set[str]) -> int:
-    """Number of published rows of a table: all, unless it has grown and none of its new rows was published.
-
-    Args:
-        table: the table.
-        grown_from: the number of rows before it last grew; 0 if it has not.
-        whole: tables that a cut listed completely, perhaps without any row.
+    """Number of published rows of a table: all, unless it has grown from `grown_from` rows and none of its new
+    rows was published. A cut listed the tables `whole` completely, perhaps without any row.
     """
     published = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
     return table.spec.rows if published else grown_from
 
 
 def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tuple[int, RowBatch]] | None:
-    """Combine the rows of a cut by table, if each row is complete and occurs once.
-
-    Args:
-        batches: the rows, by shard.
-        slots: slots of the tables, by name.
-
-    Returns:
-        The rows with their slots; None if only the tables can combine them, because rows lack columns or repeat.
+    """Combine the rows of a cut by table, with the slots of their tables. None if only the tables can combine
+    them, because rows lack columns or repeat.
     """
     live: dict[str, list[RowBatch]] = {}
     deleted: dict[str, list[RowBatch]] = {}
@@ -422,16 +377,12 @@ def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tupl
             of_table.sort(key=first_id)
     if not all(map(disjoint, (*live.values(), *deleted.values()))):
         return None
-    if any(_meet(live[name], deleted[name]) for name in live.keys() & deleted.keys()):
-        return None
+    for name in live.keys() & deleted.keys():
+        ids = np.sort(np.concatenate([batch.ids for batch in (*live[name], *deleted[name])]), kind="stable")
+        if (ids[1:] == ids[:-1]).any():
+            return None
     every = (*live.items(), *deleted.items())
     return [(slots[name], _joined(some)) for name, of_table in every for some in _gathered(of_table)]
-
-
-def _meet(some: Sequence[RowBatch], others: Sequence[RowBatch]) -> bool:
-    """Whether a row occurs in both."""
-    ids = np.sort(np.concatenate([batch.ids for batch in (*some, *others)]), kind="stable")
-    return bool((ids[1:] == ids[:-1]).any())
 
 
 def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
@@ -457,3 +408,52 @@ def _joined(batches: Sequence[RowBatch]) -> RowBatch:
     values = np.concatenate([batch.values for batch in batches])
     digests = [batch.digests for batch in batches if batch.digests is not None]
     return RowBatch(whole, ids, values, digests=np.concatenate(digests) if len(digests) == len(batches) else None)
+
+
+# Rows that no checkpoint has any more, until a cut brings them.
+
+
+def in_words(missing: MissingIds) -> str:
+    """Which rows of which tables are missing; empty if none are."""
+    return " and ".join(
+        f"{counted(len(ids), 'row')} of table {name!r} ({_some(ids)})" for name, ids in missing.items()
+    )
+
+
+def _some(ids: Ids) -> str:
+    last = np.append(np.flatnonzero(np.diff(ids) > 1), len(ids) - 1)
+    first = np.append(0, last[:-1] + 1)
+    runs = [(ids[one], ids[other]) for one, other in zip(first[:_NAMED], last[:_NAMED], strict=True)]
+    named = [f"{one}" if one == other else f"{one} to {other}" for one, other in runs]
+    return ", ".join([*named, *(["..."] if len(last) > _NAMED else [])])
+
+
+class Arriving:
+    """Finds out which missing rows a cut has. Ranks may each send some columns of a row."""
+
+    def __init__(self, missing: MissingIds) -> None:
+        self._missing = missing
+        # Which missing rows the cut has, by table and the first column and end of a shard.
+        self._shards = defaultdict[str, dict[tuple[int, int], Mask]](dict)
+        self._dims = dict[str, int]()
+
+    def note(self, batch: RowBatch) -> None:
+        """Note rows of the cut."""
+        shard, name = batch.shard, batch.table.name
+        if (ids := self._missing.get(name)) is not None:
+            self._dims[name] = batch.table.dim
+            masks, columns = self._shards[name], (shard.col_offset, shard.col_offset + shard.cols)
+            masks[columns] = masks.get(columns, False) | members(ids, batch.ids)
+
+    def left(self, whole: Collection[str]) -> MissingIds:
+        """The rows that are missing after the cut, which has all rows of the tables `whole`."""
+        left = {name: ids[~self._complete(name, ids)] for name, ids in self._missing.items() if name not in whole}
+        return {name: ids for name, ids in left.items() if len(ids)}
+
+    def _complete(self, name: str, ids: Ids) -> Mask:
+        """Whether the cut has all columns of each missing row of a table: [n]."""
+        reached = np.zeros(len(ids), np.int64)
+        for first, end in sorted(self._shards[name]):
+            goes_on = self._shards[name][first, end] & (reached >= first)
+            reached[goes_on] = np.maximum(reached[goes_on], end)
+        return reached >= self._dims.get(name, 1)

@@ -32,7 +32,6 @@ class Backlog:
     """The dirty rows of one table that a release left for later.
 
     Attributes:
-        amount: their totals.
         table_norm: the L2 norm of all rows of the model's table.
         oldest_version: the version since which the oldest of them is dirty; 0 if there is none or it is unknown.
     """
@@ -47,10 +46,8 @@ class ReleaseStatistics:
     """Statistics of one release of a view.
 
     Attributes:
-        number: the release's number.
         version: the model version from which it was made.
         made_unix_ns: when it was made, nanoseconds since 1970.
-        taken: the rows it contains.
         backlog: the rows of all tables left for later, as of the last comparison.
         reason: why it contains these rows, in one sentence.
     """
@@ -75,7 +72,6 @@ class TableStatus:
     """One table that a consumer follows.
 
     Attributes:
-        spec: the table.
         row_bytes: bytes of a row as sent: id and values, or id and norm.
         lacking: upper bound of the rows that a replica at an offset lacks.
         backlog: the rows that the last release left; None if unknown.
@@ -162,11 +158,7 @@ def table_status(table: StampedTable, newest: int, policy: Policy) -> TableStatu
 
 
 class Feed(Protocol):
-    """The source of replicas' rows: a history of numbered releases of some tables. Used in the event loop.
-
-    Attributes:
-        seals: the seals of the model that the rows come from.
-    """
+    """The source of replicas' rows: a history of numbered releases of some tables. Used in the event loop."""
 
     seals: SealHistory
 
@@ -231,8 +223,4 @@ class ViewStorage(Source, Protocol):
     """What checkpoints need of a view: its tables, which are derived from a model's, and its part of the log."""
 
     def truncate_log(self, state: Mapping[str, Any]) -> None:
-        """Drop records up to a state that checkpoints contain. Blocks; any thread may call it.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop records up to a state that checkpoints contain. Blocks; any thread may call it."""

@@ -58,11 +58,9 @@ class CompleteCut:
     """A cut of which every part has arrived.
 
     Attributes:
-        seal: its seal.
         tables: the tables of its run, of which all rows are published from now on.
         rows: its rows; None if only the log has them.
         unwritten: writes of its rows to the log that have not succeeded yet.
-        watch: measures its stages.
     """
 
     seal: Seal
@@ -82,18 +80,13 @@ class Model:
     """The tables of a training job. The module's docstring lists which thread may use what.
 
     Attributes:
-        name: the model's name.
         log: the log with the records of the model and its consumers.
-        store: the model's records in the log.
         checkpoints: the store of its checkpoints.
         checkpointed: the newest checkpoint; None if there is none.
-        tables: its tables, and the cut they are at.
         head: the newest version that replicas can get, or None.
         seals: the seals of the last durable cuts, which may not be applied yet.
         signal: wakes tasks that wait for a new head or table.
         failure: the error that prevents sealing or applying cuts and is being retried; empty if there is none.
-        recent: the times of the last cuts.
-        releases: the releases of the tables.
         problems: checkpoints that its recovery could not use, and why.
     """
 
@@ -165,12 +158,7 @@ class Model:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Run `function`, which must not wait for anything, on the model's thread after its earlier calls.
-
-        Raises:
-            ServiceUnavailable: the model is stopped, because another process takes it over or the service ends.
-            DamagedRows: the function read rows that do not match their digests; `tables.failed` names them.
-        """
+        """Run `function`, which must not wait for anything, on the model's thread after its earlier calls."""
         try:
             return await asyncio.wrap_future(self.submit(function, *args))
         except DamagedRows as error:
@@ -200,31 +188,36 @@ class Model:
     ) -> None:
         """Make a complete cut the next version: durable in the log, applied to the tables, visible to replicas.
 
-        Args:
-            cut: the cut.
-            durable: called once the cut is part of the history.
-            failed: called with each error while the cut is applied. That is retried, because all later cuts build
-                on it.
-            ending: ends the retries. The next start applies the cut.
-
-        Raises:
-            StorageFailed: the log refused the cut. Nothing has changed.
+        `durable` is called once the log has the seal; if the log refuses it, nothing has changed. Then `failed` is
+        called with each error, and the cut is applied again, because all later cuts build on it. `ending` ends
+        these retries: the next start applies the cut. Neither function may raise.
         """
         seal = cut.seal
         sealed, apply = self.store.seal(seal, cut.unwritten), partial(self._apply_and_release, seal, cut.rows)
         # The loop waits first, so that it has the seal before the model's thread changes a row.
         waiting = asyncio.wrap_future(sealed)
         applied: Future[FrozenRelease | None] | None = after(sealed, self._thread, apply)
-        await waiting
+        try:
+            await asyncio.shield(waiting)
+        finally:  # Even if this task is cancelled: only the log knows whether the cut counts.
+            if not waiting.done():
+                await asyncio.wait([waiting])
+            if not waiting.exception():
+                durable()
+                self.seals.append(seal)
+                self.tables.published |= {table.name: table.rows for table in cut.tables}
         cut.watch.lap("log")
-        self.seals.append(seal)
         self.seals.succession.add(seal.version, steady_ns())
         self.recent.add(CutTimes(seal, cut.watch.lapped_ns, cut.watch.seconds))
-        self.tables.published |= {table.name: table.rows for table in cut.tables}
-        durable()
         for pause in backoff():
             try:
                 release = await asyncio.wrap_future(applied or self.submit(apply))
+                self.failure = ""
+                self.recent.note_applied(seal.version)
+                self.head = Head.of(seal)
+                self.releases.have(release, seal.version)
+                self.signal.wake()  # Now replicas get it.
+                return
             except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
                 # Unless the log cannot be read at present, rows or records of the cut are damaged.
                 away = isinstance(error, LogUnavailable | VolumeFailed)
@@ -232,20 +225,9 @@ class Model:
                     self.tables.note_damage(error)
                 failed(f"version {seal.version} could not be applied; the service retries", error)
                 applied = None
-            else:
-                self._show(seal, release)
-                return
             await first_of(ending.wait(), seconds=pause)
             if ending.is_set():
                 return
-
-    def _show(self, seal: Seal, release: FrozenRelease | None) -> None:
-        """Let replicas get an applied cut."""
-        self.failure = ""
-        self.recent.note_applied(seal.version)
-        self.head = Head.of(seal)
-        self.releases.have(release, seal.version)
-        self.signal.wake()
 
     def _apply_and_release(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
         """Apply a cut, and make its release for up-to-date replicas if its rows can be sent as they arrived.
@@ -340,14 +322,8 @@ class Model:
     ) -> Manifest:
         """Write a checkpoint of the model and its views, while cuts continue.
 
-        Args:
-            views: returns the views of its consumers; called on the model's thread.
-            small: reads the small records that a service on another machine needs.
-            check: raises an error to stop the checkpoint.
-
-        Raises:
-            DamagedRows: rows do not match their digests; the model must be loaded again.
-            StorageFailed: the checkpoint could not be written; its files are removed later.
+        `views` returns the views of its consumers, on the model's thread; `small` reads the small records that a
+        service on another machine needs; `check` raises an error to stop the checkpoint.
         """
         async with self._checkpointing:
             subject, previous = _ModelAndViews(self, views, small, check), self.checkpointed
@@ -361,11 +337,7 @@ class Model:
             return self.checkpointed
 
     def truncate_log(self, upto: Manifest, views: Sequence[ViewStorage]) -> None:
-        """Drop log records up to a checkpoint. Blocks; any thread may call it.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop log records up to a checkpoint. Blocks; any thread may call it."""
         self.store.truncate(upto.version)
         for each in views:
             if (state := upto.states.get(each.owner)) is not None:
@@ -407,10 +379,6 @@ class Model:
     async def recover(self, record: Mapping[str, Any], views: Sequence[ViewRecovery] = ()) -> None:
         """Restore the model and its views as of the last sealed cut, from the newest sound checkpoint and the log
         after it. Rows that are nowhere any more are `lacks`.
-
-        Raises:
-            RowsLost: there is no checkpoint, and the log does not go back far enough.
-            StorageFailed: a record is damaged, or there is no room.
         """
         store, tables = self.store, self.tables
         recovery = ModelRecovery(self.name, self.log, store, self.checkpoints, tables, views, self.problems)

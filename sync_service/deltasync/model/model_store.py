@@ -77,9 +77,6 @@ class Layouts:
         """Read the layouts in the log. All of them stay until `note_newest` reports which rows exist.
 
         Layouts after a damaged one are missing: `shards` raises an error for each.
-
-        Raises:
-            LogUnavailable, VolumeFailed: the log cannot be read at present.
         """
         written: Future[None] = Future()
         written.set_result(None)
@@ -99,13 +96,7 @@ class Layouts:
                 layout.newest = min(layout.newest, version)
 
     def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
-        """Use a layout for rows of a version, and write it unless it is in the log.
-
-        Args:
-            record: the packed layout.
-            shards: the shards in it.
-            version: the version, which is not sealed yet.
-        """
+        """Use a packed layout for rows of an unsealed version, and write it unless it is in the log."""
         number = layout_number(record)
         with self._lock:
             layout = self._layouts.get(number)
@@ -118,11 +109,7 @@ class Layouts:
         return LayoutUse(number, log_bytes, layout.written)
 
     def shards(self, number: int) -> Sequence[Shard]:
-        """The shards of a layout.
-
-        Raises:
-            StorageFailed: the log lacks the layout.
-        """
+        """The shards of a layout."""
         layout = self._layouts.get(number)
         if layout is None:
             raise StorageFailed(self._damage or f"the log's {name_of(self._stream, number)} is missing: {RESTORE}")
@@ -150,11 +137,7 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
-    """The records of all models, by name.
-
-    Raises:
-        StorageFailed: a record is damaged.
-    """
+    """The records of all models, by name."""
     models = {}
     for name, record in log.items("model/").items():
         with reading(f"record model/{name}"):
@@ -182,7 +165,7 @@ class ModelStore:
         queue: the log's pending writes, from all its users.
     """
 
-    def __init__(self, log: LogStore, model: str) -> None:
+    def __init__(self, log: LogStore, model: str, kept_seals: int = KEPT_SEALS) -> None:
         self._log, self.queue = log, log.queue
         self._model = model
         self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
@@ -194,14 +177,10 @@ class ModelStore:
         self.removed: Mapping[str, int] = {}
         self.dropped, self.written, self.last = 0, False, LAST_NUMBER
         self._replacing = list[Future[None]]()
-        self._kept_seals = KEPT_SEALS
+        self._kept_seals = kept_seals
 
     def load(self, record: Mapping[str, Any]) -> None:
-        """Read the records.
-
-        Raises:
-            StorageFailed: a record is damaged.
-        """
+        """Read the records."""
         with reading(f"record model/{self._model}"):
             self.history, self.removed = record["history"], record["removed"]
             self.specs = {each["name"]: spec_of_record(each) for each in record["tables"]}
@@ -217,11 +196,7 @@ class ModelStore:
         grown_from: Mapping[str, int] = _NONE,
         removed: Mapping[str, int] = _NONE,
     ) -> None:
-        """Record the present tables, the earlier sizes of grown tables, and removed tables.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was changed.
-        """
+        """Record the present tables, the earlier sizes of grown tables, and removed tables."""
         grown = {name: rows for name, rows in {**self.grown_from, **grown_from}.items() if name in specs}
         removed = {**self.removed, **removed}
         tables = [
@@ -236,9 +211,6 @@ class ModelStore:
         """The seals from version `first` to `last`, oldest first, as long as each follows the one before.
 
         Also return the problem with the next seal; empty if there is none.
-
-        Raises:
-            LogUnavailable, VolumeFailed: the log cannot be read at present.
         """
         seals = list[Seal]()
         try:
@@ -286,11 +258,7 @@ class ModelStore:
             self.last, self._replacing = LAST_NUMBER, []
 
     def add_seals(self, seals: Sequence[Seal]) -> None:
-        """Restore seals that the log lost, from a checkpoint.
-
-        Raises:
-            StorageFailed: the log could not be written.
-        """
+        """Restore seals that the log lost, from a checkpoint."""
         written = [self._log.append(self._seals, seal.version, 0, 0, pack_json(asdict(seal))) for seal in seals]
         for each in written:
             each.result()
@@ -298,11 +266,7 @@ class ModelStore:
     # Dropping records that checkpoints contain.
 
     def truncate(self, version: int) -> None:
-        """Drop rows up to a version that checkpoints contain.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
+        """Drop rows up to a version that checkpoints contain."""
         with self._cutting:
             if version <= self.dropped or self._retired:
                 return
@@ -362,11 +326,7 @@ class ModelStore:
         return self._log.append(self._seals, seal.version, 0, 0, record, after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
-        """Read the rows of a sealed cut from the log.
-
-        Raises:
-            StorageFailed: a record is damaged, or missing.
-        """
+        """Read the rows of a sealed cut from the log."""
         count = 0
         for record in self._log.read(self._cuts, seal.version, seal.version):
             if record.part < seal.world_size:
@@ -397,23 +357,14 @@ def note_removal(log: LogStore, model: str) -> Future[None]:
 
 
 def remove_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-    """Remove a model whose removal is noted: its records, its streams, its checkpoints. Blocks.
-
-    Raises:
-        StorageFailed: the log or a place of checkpoints could not be written; the rest is removed at the next
-            start.
-    """
+    """Remove a model whose removal is noted: its records, its streams, its checkpoints. Blocks."""
     remove_records(log, model)
     checkpoints.remove_all()
     log.put(f"{_NOTE}{model}", None).result()
 
 
 def remove_records(log: LogStore, model: str) -> None:
-    """Remove all log records of a model. Blocks.
-
-    Raises:
-        StorageFailed: the log could not be written.
-    """
+    """Remove all log records of a model. Blocks."""
     for name in (f"model/{model}", f"cut/{model}", f"quarantine/{model}"):
         log.put(name, None).result()
     for deletes in (f"delete/{model}/", f"deleted/{model}/"):
@@ -436,10 +387,6 @@ def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
 
     The log may have rows of a first cut from before a crash. A model with checkpoints is kept: it was published,
     and brokers lost its seals. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged, or the log could not be written. Records that a volume refuses to
-            remove stay until the next start, and do no harm.
     """
     streams = [stream.partition("/") for stream in log.streams()]
     sealed = {model for kind, _, model in streams if kind == "seals"}
@@ -460,9 +407,6 @@ def finish_removals(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
 
     Blocks. If a volume or a place of checkpoints refuses, the rest stays until the next start, or until a model of
     that name is made.
-
-    Raises:
-        StorageFailed: the log could not be written for another reason.
     """
     names = list(log.items(_NOTE))
     for model in names:

@@ -39,7 +39,6 @@ class RecoveryResult:
     """The result of a recovery.
 
     Attributes:
-        seals: the seals in the log, oldest first.
         published: the number of rows of each table when it was last published, by table name.
         checkpoint: the loaded checkpoint; None if the log had everything.
     """
@@ -320,7 +319,6 @@ class LogEnd:
     """The seals of a model in the log, against which checkpoints are checked.
 
     Attributes:
-        history: the id of the model's history.
         seals: the checksums of its seals, by version.
         dropped: the version up to which it has dropped the rows of cuts.
     """

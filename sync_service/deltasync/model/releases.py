@@ -30,7 +30,6 @@ class Head:
     Attributes:
         number: the number of an up-to-date replica: a version, or the number of a release.
         version: the version from which its rows come.
-        step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
         event_time_unix_ns: the time of the newest event on which the model was trained, nanoseconds since 1970;
             None if unknown.
@@ -64,7 +63,6 @@ class ReleaseChunk:
     """Rows of the table in `slot` that are sent together.
 
     Attributes:
-        slot: the table's slot.
         rows: the rows, as views of the bytes in which they were published, or of the message.
     """
 
@@ -165,16 +163,8 @@ class FrozenRelease:
 def freeze(
     tables: Sequence[StampedTable], after: int, head: Head | None, whole: frozenset[int] = NO_TABLES
 ) -> FrozenRelease:
-    """Copy every row that a replica lacks. Call it on the thread that changes the tables.
-
-    Args:
-        tables: the tables, by slot.
-        after: the number of the replica.
-        head: its position afterwards.
-        whole: slots of the tables that it lacks entirely.
-
-    Raises:
-        DamagedRows: rows do not match their digests.
+    """Copy every row that a replica at `after` lacks, all of them for the tables `whole`. `head` is its position
+    afterwards. Call it on the thread that changes the tables.
     """
     chunks = [
         chunk
@@ -186,11 +176,7 @@ def freeze(
 
 
 def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterator[ReleaseChunk]:
-    """Copy rows `ids` ([n], ascending) of a table: first live rows, then deletes after number `told_after`.
-
-    Raises:
-        DamagedRows: rows do not match their digests.
-    """
+    """Copy rows `ids` ([n], ascending) of a table: first live rows, then deletes after number `told_after`."""
     spec, deleted = table.spec, table.deleted(ids)
     live, gone = ids[~deleted], ids[deleted]
     size = chunk_rows(spec.row_bytes)
@@ -314,15 +300,7 @@ class Releases:
                 future.set_result(release)
 
     async def read(self, reading: Callable[[State], T], waiting: Callable[[], object] | None = None) -> T:
-        """Read from the tables with a function, as soon as replicas may get them.
-
-        Args:
-            reading: the function.
-            waiting: returns None if the result is no longer needed.
-
-        Raises:
-            ServiceUnavailable: the result is no longer needed, or the tables are closed.
-        """
+        """Read from the tables, as soon as replicas may get them; `waiting` returns None once nobody waits."""
 
         def look() -> tuple[T] | None:
             state = self._state()
@@ -397,12 +375,7 @@ class Copying:
         self._rows = 0
 
     async def next(self) -> list[ReleaseChunk] | FrozenRelease:
-        """The next rows, a few MB; at the end the rest, as a release with the head and all checksums.
-
-        Raises:
-            Superseded: the tables have changed since the beginning.
-            DamagedRows: rows do not match their digests.
-        """
+        """The next rows, a few MB; at the end the rest, as a release with the head and all checksums."""
         return await self._releases.read(self._next)
 
     def _next(self, state: State) -> list[ReleaseChunk] | FrozenRelease:

@@ -13,9 +13,8 @@ from deltasync.base.logs import Progress
 from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import first_of
 from deltasync.base.words import counted, listed
-from deltasync.consumers.consumer import ITSELF, Consumer, Pause, Replica, VerificationResult
+from deltasync.consumers.consumer import ITSELF, ComparisonStatus, Consumer, Pause, Replica, VerificationResult
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.comparison import ComparisonStatus
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator

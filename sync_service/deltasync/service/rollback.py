@@ -141,7 +141,7 @@ async def _publish(
         position = await session.close(end)
         session.finish()
     except BaseException:
-        coordinator.give_back(run, before)
+        coordinator.give_back(run)
         raise
     finally:
         if session:

@@ -142,12 +142,7 @@ def protocol_to_metadata(protocol: int = PROTOCOL) -> tuple[str, str]:
 
 
 def check_protocol(metadata: Mapping[str, str | bytes]) -> None:
-    """Check that the client of a call has the service's protocol version.
-
-    Raises:
-        InvalidInput: the entry in the metadata is not a number.
-        Contradiction: the client has another version.
-    """
+    """Check that the client of a call has the service's protocol version."""
     text = str(metadata.get(_KEY, _UNNAMED))
     if not _FORM.fullmatch(text):
         raise InvalidInput(f"{_KEY}: {text[:_SHOWN]!r}, expected a number such as {PROTOCOL}")

@@ -23,11 +23,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def table_from_message(message: tables_pb2.Table) -> TableSpec:
-    """Read a table from a message.
-
-    Raises:
-        InvalidInput: a field is out of bounds, or the value type or the kind is unknown.
-    """
+    """Read a table from a message."""
     if message.value_type not in _DTYPES:
         dtypes = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
         raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {dtypes}")
@@ -67,11 +63,7 @@ def table_to_message(table: TableSpec) -> tables_pb2.Table:
 
 
 def mode_from_message(number: int) -> Mode:
-    """Read a mode from its number on the wire; 0 is the default.
-
-    Raises:
-        InvalidInput: no mode has this number.
-    """
+    """Read a mode from its number on the wire; 0 is the default."""
     return _member(Mode, number, "mode") if number else Mode.EMBEDDINGS
 
 
@@ -88,11 +80,7 @@ def _member(kind: type[N], number: int, words: str) -> N:
 
 
 def form_from_message(message: tables_pb2.Table, mode: Mode) -> TableForm:
-    """Read the form in which a subscriber gets a table.
-
-    Raises:
-        InvalidInput: a field is out of bounds, or a value type is unknown.
-    """
+    """Read the form in which a subscriber gets a table."""
     own = replace(TableForm.unchanged(table_from_message(message)), mode=mode)
     if own.value_type is None or message.sent_as in (0, message.value_type):
         return own
@@ -112,11 +100,7 @@ def checksums_to_message(checksums: Mapping[int, int]) -> list[tables_pb2.Checks
 
 
 def shards_from_open(message: publish_pb2.PublishOpen, tables: list[TableSpec]) -> list[Shard]:
-    """Read the shards of a rank.
-
-    Raises:
-        InvalidInput: a shard's table is not in the message, or the shard exceeds its table.
-    """
+    """Read the shards of a rank."""
     for number, shard in enumerate(message.shards):
         if shard.table >= len(tables):
             raise InvalidInput(
@@ -175,11 +159,7 @@ def changed_to_messages(tables: Sequence[tuple[int, Ids]]) -> Iterator[publish_p
 
 
 def changed_from_message(message: publish_pb2.ChangedRows) -> list[tuple[int, Ids]]:
-    """Read ids of rows ([n] int64) with the index of their table from a message.
-
-    Raises:
-        InvalidInput: the bytes are not a multiple of 8.
-    """
+    """Read ids of rows ([n] int64) with the index of their table from a message."""
     if any(len(each.ids) % ID_TYPE.itemsize for each in message.tables):
         raise InvalidInput("ids of a ChangedRows message: expected a multiple of 8 bytes")
     return [(each.table, np.frombuffer(each.ids, "<i8").astype(ID_TYPE)) for each in message.tables]

@@ -79,11 +79,8 @@ def _published(slot: int, encoded: memoryview) -> bytes | None:
 
 
 def whole_message(end: Pieces, rows: Pieces) -> bytes:
-    """Write a `PublishRequest` or `SubscribeResponse` with a whole part or release.
-
-    Args:
-        end: its serialized end. Readers merge the pieces, because protobuf merges concatenated messages.
-        rows: its rows, as from `table_pieces`.
+    """Write a `PublishRequest` or `SubscribeResponse` with a whole part or release: its serialized end, and its
+    rows. Readers merge the pieces of the end, because protobuf merges concatenated messages.
     """
     return b"".join(_message(_WHOLE, [*_message(_END, end), *rows]))
 
@@ -243,11 +240,7 @@ class Columns:
 
     @classmethod
     def read(cls, message: memoryview) -> "Columns":
-        """Read a message.
-
-        Raises:
-            NotAsWritten: the message is not in the form of `rows_pieces`.
-        """
+        """Read a message."""
         fields, none = _Fields(message), message[:0]
         ids, digests, values = (fields.bytes(tag) or none for tag in (_IDS, _DIGESTS, _VALUES))
         deleted = fields.number(_DELETED)
@@ -260,11 +253,7 @@ class Columns:
         return len(self.ids) + len(self.values)
 
     def rows_of(self, slot: int, shards: Sequence[Shard]) -> RowBatch:
-        """The rows of the shard `slot`, as views of the message. Deletes have ids only; digests are optional.
-
-        Raises:
-            InvalidInput: no such shard, or the lengths do not match it.
-        """
+        """The rows of the shard `slot`, as views of the message. Deletes have ids only; digests are optional."""
         if slot >= len(shards):
             raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
         shard = shards[slot]
@@ -324,19 +313,12 @@ def read_request(raw: bytes) -> PublishRequest:
 
     Rows in another form, for example with unknown fields or a field twice, are written again, so no unchecked byte
     reaches the log or a replica.
-
-    Raises:
-        DecodeError: the bytes are not a `PublishRequest`.
     """
     return _read(raw, publish_pb2.PublishRequest, publish_pb2.PartClose)
 
 
 def read_response(raw: bytes) -> SubscribeResponse:
-    """Read a message to a replica, with rows as views of its bytes.
-
-    Raises:
-        DecodeError: the bytes are not a `SubscribeResponse`.
-    """
+    """Read a message to a replica, with rows as views of its bytes."""
     return _read(raw, subscribe_pb2.SubscribeResponse, subscribe_pb2.ReleaseEnd)
 
 
@@ -368,11 +350,7 @@ def _received(raw: bytes, end: type[End]) -> ReceivedRows[End]:
 
 
 def _tables(fields: _Fields) -> Iterator[tuple[int, Columns]]:
-    """Read the tables of a whole part or release one by one.
-
-    Raises:
-        InvalidInput: the bytes after the end are not tables.
-    """
+    """Read the tables of a whole part or release one by one."""
     while rest := fields.rest:
         try:
             table = _of_table(fields.bytes(_ROWS))

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -195,19 +194,6 @@ def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) ->
     expect(running, rows)
 
 
-def test_a_part_sent_again_gets_the_same_version(running: RunningService) -> None:
-    """The answer to a close was lost, and the cut had been sealed."""
-    rows = random_rows(1)
-    first = published(running, rows)
-    with RankStream(running.grpc) as again:
-        assert again.opened().continues
-        again.send(*full_part(1, rows, WHOLE))
-        assert again.sealed() == first
-        again.send(*part(2, []))
-        assert again.sealed().number == 2
-    assert head_of(running) == 2
-
-
 def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningService) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc, started=10) as older:
@@ -231,9 +217,6 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
     [
         (lambda head: head, True, "holds version 2, the newest one"),
         (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
-        (lambda head: Position(head.history, 3), False, "the run holds version 3, the newest one is only 2"),
-        (lambda _: Position("0" * 32, 2), False, "holds history 000"),
-        (lambda _: None, False, "holds no version"),
     ],
 )
 def test_only_who_holds_the_head_continues(running: RunningService, claim: Any, yes: bool, said: str) -> None:
@@ -255,33 +238,6 @@ def test_only_who_holds_the_head_continues(running: RunningService, claim: Any, 
     expect(running, rows)
 
 
-def test_a_run_may_bring_further_tables(running: RunningService) -> None:
-    rows = random_rows(1)
-    position = published(running, rows, tables=[USER], shards=[WHOLE[0]])
-    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
-        assert second.opened().continues, "as far as there are tables"
-        second.send(*part(2, [(1, np.arange(30), rows[1])]))
-        assert second.sealed().number == 2
-        second.send(*part(3, []))
-        assert second.sealed().number == 3
-    expect(running, rows)
-
-
-def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(running: RunningService) -> None:
-    rows = random_rows(1)
-    position = published(running, rows, tables=[USER], shards=[WHOLE[0]])
-    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
-        second.opened()
-        second.send(*part(2, [(1, np.arange(29), rows[1][:29])]))
-        said = f"29 of its 30 rows of table {ITEM.name!r} that were never published"
-        refused(second, grpc.StatusCode.DATA_LOSS, said)
-    with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
-        second.opened()
-        second.send(*full_part(2, rows, WHOLE))
-        assert second.sealed().number == 2
-    expect(running, rows)
-
-
 def test_a_run_may_do_without_a_table(running: RunningService) -> None:
     rows = random_rows(1)
     published(running, rows)
@@ -293,12 +249,6 @@ def test_a_run_may_do_without_a_table(running: RunningService) -> None:
         second.send(*part(3, []))
         assert second.sealed().number == 3
     expect(running, rows)
-
-
-def test_a_run_of_the_future_locks_nobody_out(running: RunningService) -> None:
-    with RankStream(running.grpc, run="run-2", started=time.time_ns() + 10**12) as stream:
-        refused(stream, grpc.StatusCode.FAILED_PRECONDITION, "ahead of the service's clock")
-    assert published(running, random_rows(0)).number == 1
 
 
 def test_a_rank_of_a_restored_service_publishes_everything_once(running: RunningService) -> None:

@@ -12,7 +12,7 @@ from tests.unit.kernels import reference
 
 from deltasync.core.digests import checksum, checksum_of, row_digests, squared_norms
 from deltasync.core.rows import Ids
-from deltasync.core.tables import STATE_TYPES, VALUE_TYPES
+from deltasync.core.tables import STATE_TYPES
 
 Array = NDArray[Any]
 
@@ -135,13 +135,6 @@ def test_zeros_add_nothing(table: tuple[Ids, Array]) -> None:
     assert checksum_of(ids, np.zeros_like(values)) == checksum_of(ids[:0], values[:0]) == 0
     written = values.any(axis=1)
     assert checksum_of(ids[written], values[written]) == checksum_of(ids, values)
-
-
-@pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_a_negative_zero_is_not_a_zero_to_the_checksum(dtype: np.dtype[np.generic]) -> None:
-    negative = np.array([[-0.0]], dtype)
-    assert checksum_of(np.zeros(1, np.int64), negative) != 0
-    assert squared_norms(negative) == 0
 
 
 @given(

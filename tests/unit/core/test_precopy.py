@@ -50,7 +50,7 @@ class Copies:
 
 
 @given(st.data())
-def test_receivers_hold_the_tables_as_they_are_at_the_end_whatever_changes_meanwhile(data: st.DataObject) -> None:
+def test_receivers_hold_the_final_tables_whatever_changes_meanwhile(data: st.DataObject) -> None:
     tables = [StampedTable(TableSpec(name, data.draw(st.integers(1, 40)), 2)) for name in "abc"]
     number = 0
 
@@ -98,7 +98,7 @@ def test_nothing_is_copied_before_the_rest_where_it_fits_the_limit() -> None:
     assert PreCopy([table], [1], limit=0).rest() == []
 
 
-def test_blocks_take_no_more_than_was_asked_for_and_stop_once_the_rest_is_small() -> None:
+def test_blocks_are_bounded_and_stop_once_the_rest_is_small() -> None:
     table = changed_table(100)
     row_bytes = table.spec.row_bytes
     copying, sizes = PreCopy([table], [0], limit=35 * row_bytes), list[int]()
@@ -118,7 +118,7 @@ def test_rows_that_changed_before_they_were_reached_are_left_once() -> None:
     assert [ids.tolist() for _, ids in copying.rest()] == [[10, *range(50, 100)]]
 
 
-def test_rows_of_an_unfinished_number_are_copied_wherever_the_round_has_come() -> None:
+def test_rows_of_an_unfinished_number_are_copied_in_any_round() -> None:
     table = changed_table(100)
     table.unfinished = 2
     write(table, [60], 2)

@@ -264,7 +264,7 @@ def test_the_norm_is_that_of_all_rows_together_and_never_nan() -> None:
     assert stamped.norm == 0
 
 
-def test_numbers_that_have_no_square_leave_a_norm_that_is_right_once_they_are_gone() -> None:
+def test_the_norm_is_right_after_numbers_without_a_square_are_gone() -> None:
     stamped, ids = StampedTable(WIDE), np.arange(5)
     stamped.apply(RowBatch.of_table(WIDE, ids, np.full((5, 3), 1e300)), 1)
     assert np.isfinite(stamped.norm)

@@ -1,7 +1,5 @@
 """Memory of tables: looked for before it is taken, given back with the last array, and none of it left behind."""
 
-import ctypes
-import errno
 import gc
 import os
 import threading
@@ -13,7 +11,6 @@ import pytest
 from tests.support.volumes import fill, small_volume
 
 from deltasync.base.errors import StorageFailed
-from deltasync.core import table_memory
 from deltasync.core.table_memory import Room, TableMemory, memory_room
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -82,15 +79,22 @@ def test_small_arrays_take_no_mapping_and_no_file(tmp_path: Path) -> None:
 # Room.
 
 
-def machine(patch: pytest.MonkeyPatch, free: int, private: int = 0, total: int = 0) -> None:
-    """A machine with so much free memory, of which this process has some."""
-    patch.setattr(table_memory, "memory_room", lambda: Room(free, total))
-    patch.setattr(table_memory, "_private_bytes", lambda: private)
+class Machine:
+    """Free and total bytes of a machine, and the bytes that this process has written."""
+
+    def __init__(self, free: int, total: int = 0) -> None:
+        self.free, self.total, self.private, self.looks = free, total, 0, 0
+
+    def room(self) -> Room:
+        self.looks += 1
+        return Room(self.free, self.total)
+
+    def memory(self, **options: Any) -> TableMemory:
+        return TableMemory(room=self.room, private=lambda: self.private, **options)
 
 
-def test_memory_that_is_not_there_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, 10 * MIB)
-    memory = TableMemory()
+def test_memory_that_is_not_there_is_refused_with_both_numbers() -> None:
+    memory = Machine(10 * MIB).memory()
     memory.check(10 * MIB, "table 'user'")
     said = f"table 'user': it takes {10 * MIB + 1} bytes, and {10 * MIB} bytes of memory are free: give the "
     with pytest.raises(StorageFailed, match=said):
@@ -102,72 +106,58 @@ def test_memory_that_is_not_there_is_refused_with_both_numbers(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("total", "kept"), [(32 * MIB, 2 * MIB), (1 << 40, GIB)])
-def test_something_is_left_for_everything_else(monkeypatch: pytest.MonkeyPatch, total: int, kept: int) -> None:
-    machine(monkeypatch, kept + 5 * MIB, total=total)
-    TableMemory().check(5 * MIB, "it")
+def test_tables_leave_some_memory_free(total: int, kept: int) -> None:
+    machine = Machine(kept + 5 * MIB, total)
+    machine.memory().check(5 * MIB, "it")
     with pytest.raises(StorageFailed, match=f"and {5 * MIB} bytes of memory are free"):
-        TableMemory().check(5 * MIB + 1, "it")
-    machine(monkeypatch, kept - 1, total=total)
+        machine.memory().check(5 * MIB + 1, "it")
+    machine.free = kept - 1
     with pytest.raises(StorageFailed, match="and 0 bytes of memory are free"):
-        TableMemory().check(1, "it")
+        machine.memory().check(1, "it")
 
 
-def test_memory_that_was_promised_and_is_not_written_yet_is_not_promised_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine(monkeypatch, 10 * MIB)
-    memory = TableMemory()
+def test_memory_that_is_promised_but_not_written_yet_is_not_free() -> None:
+    machine = Machine(10 * MIB)
+    memory = machine.memory()
     array = memory.zeros((6 * MIB,), np.uint8)
     with pytest.raises(StorageFailed, match=f"and {4 * MIB} bytes of memory are free"):
         memory.check(5 * MIB, "it")
-    machine(monkeypatch, 10 * MIB, private=6 * MIB)  # Once it is written, the system counts it itself.
+    machine.private = 6 * MIB  # Once it is written, the system counts it itself.
     memory.check(10 * MIB, "it")
-    machine(monkeypatch, 10 * MIB)
+    machine.private = 0
     del array
     gc.collect()
     memory.check(10 * MIB, "it")
 
 
-def test_thousands_of_small_tables_take_few_looks_at_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, memory = list[int](), TableMemory()
-
-    def look() -> Room:
-        looks.append(1)
-        return Room(10 * MIB, 0)
-
-    monkeypatch.setattr(table_memory, "memory_room", look)
-    monkeypatch.setattr(table_memory, "_FRESH_SECONDS", 1000)
-    for _ in range(10_000):
-        memory.check(1000, "a small table")
-    assert len(looks) == 1
-    for _ in range(10_000):
-        memory.check(1000, "a small table")
-    assert len(looks) == 2, "what was left is used up"
+def test_thousands_of_small_tables_take_few_looks_at_the_system() -> None:
+    machine = Machine(10 * MIB)
+    memory = machine.memory(fresh_seconds=1000)
+    for looks in (1, 2):  # The second one when what was left is used up.
+        for _ in range(10_000):
+            memory.check(1000, "a small table")
+        assert machine.looks == looks
     memory.check(2 * MIB, "a large table")
-    assert len(looks) == 3
+    assert machine.looks == 3
 
 
-def test_a_system_that_says_nothing_is_only_asked_to_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_memory, "memory_room", lambda: None)
-    memory = TableMemory()
+def test_a_system_without_numbers_is_only_asked_to_map() -> None:
+    memory = TableMemory(room=lambda: None)
     memory.check(1 << 60, "it")
     with pytest.raises(StorageFailed, match=f"cannot map {1 << 60} bytes of memory for tables: Cannot allocate"):
         memory.zeros((1 << 60,), np.uint8)
-    machine(monkeypatch, 2 * MIB)
-    memory.check(2 * MIB, "it")  # What was not mapped is not counted.
 
 
-def test_arrays_may_be_freed_while_room_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_may_be_freed_while_room_is_looked_for() -> None:
     """Arrays in cycles are freed by a collection, which begins wherever something is made, also in `zeros`."""
-    machine(monkeypatch, GIB)
-    memory = TableMemory()
-    arrays = [memory.zeros((2 * MIB,), np.uint8)]
+    arrays = list[Any]()
 
     def collected() -> Room:
         arrays.clear()
         return Room(GIB, 0)
 
-    monkeypatch.setattr(table_memory, "memory_room", collected)
+    memory = TableMemory(room=collected)
+    arrays.append(memory.zeros((2 * MIB,), np.uint8))
     taking = threading.Thread(target=memory.zeros, args=((2 * MIB,), np.uint8), daemon=True)
     taking.start()
     taking.join(10)
@@ -192,56 +182,20 @@ def test_files_take_no_more_than_their_volume_may_give() -> None:
         memory.check(20 * MIB, "it")
 
 
-def test_a_volume_that_is_full_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_volume_that_is_full_is_an_error_in_words() -> None:
     """Others may have taken what was free a moment before."""
     with small_volume(32 * MIB) as volume:
         fill(volume)
-        monkeypatch.setattr(table_memory, "_volume_room", lambda _: None)
         with pytest.raises(
             StorageFailed, match=f"cannot reserve {2 * MIB} bytes .*: No space left on device: make"
         ):
-            TableMemory(volume).zeros((2 * MIB,), np.uint8)
-
-
-def test_two_who_take_room_of_a_volume_at_once_are_not_promised_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table_memory, "_volume_room", lambda _: Room(10 * MIB, 0))
-    memory, refused = TableMemory(tmp_path), list[str]()
-    reserve = os.posix_fallocate
-
-    def meanwhile(*arguments: int) -> None:
-        with pytest.raises(StorageFailed) as error:
-            memory.check(5 * MIB, "it")
-        refused.append(str(error.value))
-        reserve(*arguments)
-
-    monkeypatch.setattr(os, "posix_fallocate", meanwhile)
-    memory.zeros((6 * MIB,), np.uint8)
-    assert f"and {4 * MIB} bytes on the volume" in refused[0]
-    memory.check(10 * MIB, "it")  # From here on the volume itself counts it.
+            TableMemory(volume, lambda: None).zeros((2 * MIB,), np.uint8)
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match=r"for tables in .*file/below: Not a directory"):
         TableMemory(tmp_path / "file" / "below").zeros((2 * MIB,), np.uint8)
-
-
-def test_a_refused_advice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel may be without huge pages."""
-
-    class System:
-        def madvise(self, *_: Any) -> int:
-            ctypes.set_errno(errno.EINVAL)
-            return -1
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(system, name)
-
-    system = table_memory._c
-    monkeypatch.setattr(table_memory, "_c", System())
-    assert not TableMemory().zeros((2 * MIB,), np.uint8).any()
 
 
 @pytest.mark.parametrize(
@@ -284,7 +238,7 @@ def test_a_refused_advice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         ("", {}, Room(700 << 10, 1000 << 10)),
     ],
 )
-def test_memory_is_the_machine_s_or_less_where_a_control_group_allows_less(
+def test_memory_is_limited_by_the_machine_and_its_control_groups(
     tmp_path: Path, own: str, files: dict[str, str], expected: Room
 ) -> None:
     for name, text in files.items():

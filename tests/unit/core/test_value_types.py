@@ -132,14 +132,14 @@ def test_int8_rows_are_sent_and_come_back_as_with_fbgemm(values: Floats) -> None
     check_comes_back_as_with_fbgemm(encoded)
 
 
-def test_columns_of_one_code_agree_also_where_a_tiny_bias_makes_those_of_fbgemm_differ() -> None:
+def test_equal_columns_decode_equally_despite_a_tiny_bias() -> None:
     scale_and_bias = np.array([[1.1473726e-10, 1.8209743e-26]], "<f4")
     encoded = np.concatenate([np.full((1, 33), 6, np.uint8), scale_and_bias.view(np.uint8)], axis=1)
     assert len(set(ValueType.INT8.decode(encoded, FP32)[0].tolist())) == 1
     check_comes_back_as_with_fbgemm(encoded)
 
 
-def test_an_int8_row_as_wide_as_fp32_allows_comes_back_finite_also_where_fbgemm_overflows() -> None:
+def test_an_int8_row_of_the_widest_range_stays_finite() -> None:
     scale_and_bias = np.array([[LARGEST / 254, 0.0]], "<f4")
     encoded = np.concatenate([np.array([[255]], np.uint8), scale_and_bias.view(np.uint8)], axis=1)
     assert np.isposinf(fbgemm_values(encoded)).all()
@@ -178,7 +178,7 @@ def test_an_int8_value_comes_back_within_half_a_step(values: Floats) -> None:
 
 
 @given(hnp.arrays(np.float32, (3, 40), elements=floats(FP32)))
-def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_infinite(values: Floats) -> None:
+def test_bf16_equals_torch_but_never_becomes_infinite(values: Floats) -> None:
     theirs = torch.from_numpy(values).to(torch.bfloat16)
     largest = torch.tensor(torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     theirs = torch.where(theirs.isinf(), largest.copysign(theirs), theirs)
@@ -204,7 +204,7 @@ def test_numbers_of_two_bytes_are_those_of_torch(value_type: ValueType, plain: t
 
 
 @given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32) | floats(FP32, 70000.0)))
-def test_an_fp16_value_comes_back_within_half_a_step_and_what_is_too_large_as_the_largest(values: Floats) -> None:
+def test_fp16_values_are_rounded_and_clipped_to_the_largest(values: Floats) -> None:
     nearest = np.clip(values.astype(np.float64), -LARGEST_FP16, LARGEST_FP16)
     back = there_and_back(values, ValueType.FP16).astype(np.float64)
     assert (np.abs(back - nearest) <= np.maximum(np.abs(nearest) * 2.0**-11, 2.0**-25)).all()
@@ -286,7 +286,7 @@ def test_no_type_is_chosen_that_takes_more_bytes(table: TableSpec, wanted: Value
 @pytest.mark.parametrize("dtype", VALUE_TYPES, ids=str)
 @pytest.mark.parametrize("value_type", ValueType)
 @given(values=rows(), step=st.sampled_from([0.0, 1e-7, 1e-3, 0.5, 2.0]), data=st.data())
-def test_rows_differ_from_those_held_where_they_would_be_encoded_as_other_bits(
+def test_rows_differ_if_they_would_be_encoded_as_other_bits(
     value_type: ValueType, dtype: np.dtype[np.generic], values: Floats, step: float, data: st.DataObject
 ) -> None:
     """Of rows some have moved; one may be held with a changed byte."""

@@ -1,18 +1,26 @@
 """A run that goes on from an earlier version than the newest: it learns what came after, and brings that."""
 
 import asyncio
-from pathlib import Path
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import HeldWrites, join, opened, send
+from tests.support.local_service import join, send
+from tests.support.log import held_up, log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired, ServiceUnavailable, Superseded
+from deltasync.base.errors import (
+    Contradiction,
+    InvalidInput,
+    ResyncRequired,
+    ServiceUnavailable,
+    StorageFailed,
+    Superseded,
+)
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
@@ -54,16 +62,6 @@ async def test_a_run_learns_which_rows_came_after_its_version(service: Service) 
 
 
 @in_service()
-async def test_of_a_ranks_shards_alone(service: Service) -> None:
-    first, _ = await published(service, [(0, [3, 9, 30], np.ones((3, 4), "<f4"))])
-    shards = [Shard(USER, 0, 10, 0, 2), Shard(USER, 0, 10, 2, 2), Shard(USER, 20, 15, 0, 4)]
-    session = await join(service, continues=first, shards=shards, **AGAIN)
-    assert told(session) == {USER.name: [3, 9, 30]}
-    other = await join(service, continues=first, shards=[Shard(USER, 10, 10, 0, 4)], **AGAIN)
-    assert told(other) == {}
-
-
-@in_service()
 async def test_a_part_that_lacks_some_of_them_is_refused(service: Service) -> None:
     first, _ = await published(service, [(0, [3, 9], np.ones((2, 4), "<f4"))])
     session = await join(service, continues=first, **AGAIN)
@@ -93,17 +91,15 @@ async def test_rows_that_no_rank_of_the_run_holds_cannot_be_left_as_they_are(ser
 
 
 @in_service()
-async def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(service: Service) -> None:
     (first,) = await published(service)
     old = await join(service)
-    sealing = HeldWrites(monkeypatch, "seal")
-    last = asyncio.create_task(send(old, part(2, [(0, [3], ONES)])))
-    await sealing.begun.wait()
-    new = await join(service, continues=first, **AGAIN)
-    assert new.changed is None, "it is the newest yet"
-    sealing.let_go()
+    with held_up(log_of(service)):
+        last = asyncio.create_task(send(old, part(2, [(0, [3], ONES)])))
+        while not (old.coordinator.open_cut and old.coordinator.open_cut.cut.ends):
+            await asyncio.sleep(0)
+        new = await join(service, continues=first, **AGAIN)
+        assert new.changed is None, "it is the newest yet"
     await last
     with pytest.raises(Superseded, match="version 2 was sealed after this stream was opened: open it again"):
         await send(new, part(5, []))
@@ -113,36 +109,23 @@ async def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(
 
 @pytest.mark.parametrize("leaves", [False, True])
 @in_service()
-async def test_a_rank_that_could_not_be_told_is_not_there(
-    service: Service, monkeypatch: pytest.MonkeyPatch, leaves: bool
-) -> None:
+async def test_a_rank_that_could_not_be_told_is_not_there(service: Service, leaves: bool) -> None:
     """Nobody would ever note that it has left: its model could not be deleted, nor its unfinished cut given up."""
     first, _ = await published(service, [(0, [3], ONES)])
-    looking = asyncio.Event()
-
-    async def found(*_: Any) -> None:
-        looking.set()
-        if leaves:
-            await asyncio.Event().wait()
-        raise ServiceUnavailable("a part of a version is to be applied again")
-
-    monkeypatch.setattr(service.models["clicks"], "on_thread", found)
+    model, ranks, go = service.models["clicks"], service.models.coordinators["clicks"], threading.Event()
+    run = ranks.run
+    model.submit(go.wait)
     joining = asyncio.create_task(join(service, continues=first, **AGAIN))
-    await looking.wait()
+    while ranks.run == run:
+        await asyncio.sleep(0.001)
     if leaves:
         joining.cancel()
+    else:
+        model.tables.note_damage(StorageFailed("a part of a version is lost"))
+    go.set()
     with pytest.raises(asyncio.CancelledError if leaves else ServiceUnavailable):
         await joining
-    assert service.models.coordinators["clicks"].connected == []
-
-
-async def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:
-    claims = list[Position]()
-    async with opened(tmp_path) as service:
-        claims.extend(await published(service, [(0, [3], ONES)], [(0, [4], ONES)]))
-    async with opened(tmp_path) as service:
-        assert told(await join(service, continues=claims[0], **AGAIN)) == {USER.name: [3, 4]}
-        assert told(await join(service, continues=claims[1], **AGAIN)) == {USER.name: [4]}
+    assert ranks.connected == []
 
 
 @pytest.mark.parametrize("process", ["x" * 201, "a\nb"])

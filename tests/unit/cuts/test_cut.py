@@ -16,7 +16,6 @@ from tests.support.wire import publish_open
 from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.cuts import cut as cuts
 from deltasync.cuts.admission import Run
 from deltasync.cuts.cut import Cut, PartEnd, RankPart
 from deltasync.cuts.messages import check_open
@@ -75,7 +74,7 @@ def test_a_part_lacks_nothing_that_was_never_published(ids: list[int], sent: int
     assert whole.end
 
 
-def test_rows_are_applied_in_the_order_of_the_log_whichever_rank_came_first() -> None:
+def test_rows_are_applied_in_the_order_of_the_log() -> None:
     """A row may be in the shards of two ranks: after a restart, the same one of the two stays."""
     cut = cut_of(3)
     for rank in (2, 0, 1):
@@ -178,7 +177,7 @@ def test_coverage_is_what_painting_the_shards_leaves_blank(shards: list[Shard]) 
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_shards_of_which_each_has_edges_of_its_own_take_no_room_for_every_pair(rows: int) -> None:
+def test_coverage_of_many_uneven_shards_takes_little_memory(rows: int) -> None:
     table = TableSpec("user", 4002, 4002)
     cut = cut_of(1)
     cut.announce([table])
@@ -202,10 +201,10 @@ def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 80, 10**6])
-def test_rows_are_kept_in_memory_unless_there_are_many(monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+def test_rows_are_kept_in_memory_unless_there_are_many(kept_bytes: int) -> None:
     """All of the cut's rows or none, and only those of a part's last try. A row with its digest takes 32 bytes."""
-    monkeypatch.setattr(cuts, "KEPT_BYTES", kept_bytes)
     cut = cut_of(2)
+    cut.kept_bytes = kept_bytes
 
     def send(part: RankPart, *ids: int) -> None:
         for row in ids:

@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send, sources
+from tests.support.local_service import join, run, send
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.access.limits import LimitOptions
 from deltasync.base.errors import StorageFailed
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import UnwrittenChunks
 from deltasync.log.log_store import WriteQueue
 from deltasync.log.records import pack_layout
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
 
 RANKS, CHUNKS, CHUNK_ROWS, BOUND = 6, 12, 500, 1 << 20
 WIDE = TableSpec("wide", RANKS * CHUNKS * CHUNK_ROWS, 64)
@@ -28,7 +26,7 @@ SHARDS = [Shard(WIDE, rank * CHUNKS * CHUNK_ROWS, CHUNKS * CHUNK_ROWS, 0, WIDE.d
 CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
 
 
-def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
+def test_ranks_that_publish_faster_than_the_disk_writes_wait(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         log_of(service).queue.limit(BOUND)
         sessions = [
@@ -81,23 +79,6 @@ async def test_many_opens_leave_the_loops_threads_to_others(
     await asyncio.gather(*opens, return_exceptions=True)
 
 
-@in_service(limits=LimitOptions(log_queue_bytes=BOUND))
-async def test_a_limit_that_is_read_again_counts_while_the_service_runs(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.service._SECONDS", 0.001)
-    assert log_of(service).queue.most_bytes == BOUND
-    service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
-    keeper = asyncio.create_task(service.run())
-    while log_of(service).queue.most_bytes != 2 * BOUND:
-        await asyncio.sleep(0.001)
-    keeper.cancel()
-    with held_up(log_of(service)):
-        assert (
-            b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(sources(service)).metrics()
-        )
-
-
 MIB = 1 << 20
 
 
@@ -109,7 +90,7 @@ def added(chunks: UnwrittenChunks, count: int, size: int) -> list[Future[None]]:
 
 
 @pytest.mark.parametrize(("count", "size"), [(16, MIB), (4096, 1)])
-async def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: int, size: int) -> None:
+async def test_a_stream_waits_for_its_first_write_beyond_its_bound(count: int, size: int) -> None:
     chunks = UnwrittenChunks(WriteQueue())
     first, *_ = added(chunks, count, size)
     await asyncio.wait_for(chunks.wait_for_room(), 20)
@@ -125,7 +106,7 @@ async def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: 
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) -> None:
+async def test_a_wait_for_a_failed_write_raises_its_error(at_once: bool) -> None:
     chunks = UnwrittenChunks(WriteQueue())
     failed, *_ = added(chunks, 17, MIB)
     if not at_once:
@@ -136,7 +117,7 @@ async def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) ->
         await asyncio.wait_for(chunks.wait_for_room(), 20)
 
 
-async def test_while_the_log_has_too_much_of_all_streams_one_that_submits_waits_for_what_it_has_there() -> None:
+async def test_while_the_queue_is_full_a_stream_waits_for_its_own_writes() -> None:
     """And for nothing else: what others have there may be what only it can bring to its end."""
     queue = WriteQueue(most_bytes=MIB)
     streams = [UnwrittenChunks(queue) for _ in range(2)]

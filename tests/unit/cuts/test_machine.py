@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from deltasync.base.errors import Contradiction, StorageFailed, Superseded
+from deltasync.base.errors import Contradiction, RunRefused, StorageFailed, Superseded
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.admission import Run
 from deltasync.cuts.machine import (
+    MOST_TRIES,
     Answer,
     BeginCut,
     CutAbandoned,
@@ -31,7 +32,10 @@ from deltasync.cuts.machine import (
     Skip,
     State,
     Transition,
+    enough,
+    first_cut_fits,
     next_state,
+    whole_bytes,
 )
 
 TABLES = [TableSpec("user", 10, 4)]
@@ -187,7 +191,7 @@ def anything(ranks: Ranks, random: Random) -> None:
         lambda: ranks.do(CutAbandoned("all ranks of its run have left")),
         lambda: ranks.do(RoomMade()),
         lambda: ranks.fill(random.choice([10, 600, 2000]), refused=random.random() < 0.5),
-        lambda: ranks.do(RunFailed(random.choice(RUNS), random.choice([None, *RUNS[:2]]))),
+        lambda: ranks.do(RunFailed(random.choice(RUNS))),
     ]
     if streams:
         stream = random.choice(streams[-6:])
@@ -267,16 +271,13 @@ def test_a_new_stream_of_a_rank_begins_its_part_anew() -> None:
     assert ranks.state.cut.parts == {0: 2}
 
 
-def test_a_rank_that_restarts_with_another_clock_leaves_its_closed_part_whole() -> None:
+def test_a_rank_that_reports_another_start_of_its_run_is_refused() -> None:
     ranks = joined(RUNS[0])
     ranks.send(0, 5, close=True)
-    assert not ranks.join(Run("first", 9, 2), 0).error
-    assert ranks.send(2, 5, close=False).actions == (Skip(),)
-    assert ranks.state.cut
-    assert ranks.state.cut.parts == {0: 0}
-    ranks.do(RowsArrived(1, 1, 5))
-    ranks.closed[1][1] = 1
-    assert ranks.do(PartClosed(1, 1, 5)).actions == (Seal(),)
+    refused = ranks.join(Run("first", 9, 2), 1)
+    assert isinstance(refused.error, RunRefused)
+    assert "run first began at 1, this rank reports 9" in str(refused.error)
+    assert ranks.send(1, 5, close=True).actions == (Seal(),)
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
@@ -289,7 +290,7 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     assert "already published" in str(ranks.send(0, 4, close=True).error)
 
 
-def test_a_run_that_takes_over_ends_the_cut_but_not_one_that_is_being_sealed() -> None:
+def test_a_run_that_takes_over_ends_a_cut_unless_it_is_being_sealed() -> None:
     arriving = joined(RUNS[0])
     arriving.send(0, 5, close=True)
     taken_over = arriving.join(RUNS[1], 0)
@@ -308,8 +309,36 @@ def test_the_run_before_a_rollback_waits_for_its_end() -> None:
     ranks = joined(RUNS[1], RUNS[2])
     assert ranks.state.rolling_back
     assert "is being rolled back to version 1" in ranks.join(RUNS[1], 0).error.detail  # type: ignore[union-attr]
-    ranks.do(RunFailed(RUNS[2], RUNS[1]))
+    ranks.do(RunFailed(RUNS[2]))
     assert not ranks.join(RUNS[1], 0).error
+
+
+def test_a_failed_rollback_gives_the_model_back_to_the_run_before_it() -> None:
+    """Even if that took over after the rollback was prepared."""
+    ranks = joined(RUNS[0], RUNS[1], RUNS[2])
+    ranks.do(RunFailed(RUNS[2]))
+    assert ranks.state.run == RUNS[1]
+    assert "which has taken over" in str(ranks.join(RUNS[0], 0).error)
+
+
+def test_a_rollback_that_fails_during_an_earlier_seal_gives_back() -> None:
+    ranks = joined(RUNS[1])
+    ranks.send(0, 5, close=True)
+    ranks.join(RUNS[2], 0)
+    ranks.do(RunFailed(RUNS[2]))
+    assert ranks.state.run == RUNS[1]
+    ranks.seal()
+    ranks.apply()
+    assert ranks.versions == [("second", 5)]
+
+
+def test_a_rollback_does_not_fail_while_its_own_cut_is_sealed() -> None:
+    ranks = joined(RUNS[1], RUNS[2])
+    ranks.send(1, 5, close=True)
+    ranks.do(RunFailed(RUNS[2]))
+    ranks.seal()
+    ranks.apply()
+    assert (ranks.state.run, ranks.versions) == (RUNS[2], [("rollback", 5)])
 
 
 def test_a_cut_that_never_fits_is_dropped_unless_the_log_decides() -> None:
@@ -322,3 +351,40 @@ def test_a_cut_that_never_fits_is_dropped_unless_the_log_decides() -> None:
     late = ranks.fill(2000, refused=True)
     assert late.error
     assert late.actions == (), "the seal is on its way to the log"
+
+
+def test_a_large_cut_that_the_log_refuses_at_each_seal_never_fits() -> None:
+    """Although its bytes alone would: each time checkpoints have made room before, and it is sent again."""
+    ranks, errors = joined(RUNS[1]), list[str]()
+    for _ in range(MOST_TRIES + 1):
+        ranks.do(RoomMade())
+        ranks.send(0, 5, close=True)
+        full = ranks.fill(600, refused=True)
+        assert full.actions == (), "its seal decides"
+        errors.append(type(full.error).__name__)
+        ranks.fail()
+        assert ranks.state.cut is None
+    assert errors == [*["NoneType"] * MOST_TRIES, "Contradiction"]
+    ranks.do(RoomMade())
+    ranks.send(0, 6, close=True)
+    assert not ranks.fill(600, refused=True).error, "another cut"
+    assert not ranks.fill(200, refused=True).error, "others fill the log"
+
+
+def test_refusals_count_only_after_checkpoints_made_room() -> None:
+    ranks = joined(RUNS[1])
+    for _ in range(MOST_TRIES + 1):
+        ranks.send(0, 5, close=True)
+        assert not ranks.fill(600, refused=True).error
+        ranks.fail()
+
+
+def test_a_cut_that_does_not_fit_is_refused_with_the_size_to_set() -> None:
+    table = TableSpec("t", 1000, 10)
+    needed = whole_bytes([table])
+    assert needed == 1000 * (8 + 40 + 8)
+    assert first_cut_fits([table], needed).yes
+    refused = first_cut_fits([table], needed - 1)
+    assert not refused.yes
+    for number in (needed, needed - 1, enough(needed)):
+        assert str(number) in refused.reason

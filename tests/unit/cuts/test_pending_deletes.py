@@ -2,9 +2,7 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,9 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
+from deltasync.core.rows import DeleteRequest
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.cuts import deletes
 from deltasync.cuts.session import PublishSession
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull
 from deltasync.service.service import Service
 
@@ -43,7 +40,7 @@ async def ask(service: Service, ids: list[int], table: TableSpec = USER) -> int:
 
 
 @in_service()
-async def test_rows_of_a_table_that_changes_while_they_are_checked_are_not_asked_for(service: Service) -> None:
+async def test_rows_of_a_table_that_changes_meanwhile_are_not_asked_for(service: Service) -> None:
     await publish(service, takes_deletes=True)
     deletes = service.models.coordinators["clicks"].deletes
     for later, error in (([ITEM], NotFound), ([replace(USER, rows=999), ITEM], Contradiction)):
@@ -96,27 +93,14 @@ class Watched(list[int]):
         return super().__iter__()
 
 
-async def test_ids_are_read_in_other_threads_than_the_event_loops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be millions: as they are asked for, and as the log is read at a start."""
-    items, readers, here = LmdbStore.items, dict[str, int](), threading.get_ident()
-
-    def noted(log: LmdbStore, prefix: str) -> dict[str, bytes]:
-        readers[prefix] = threading.get_ident()
-        return items(log, prefix)
-
-    async with opened(tmp_path) as service:
-        rank, ids = await publish(service, takes_deletes=True), Watched([3])
-        await send(rank, meeting(part(2, []), await ask(service, ids)))
-        await ask(service, [4])
-        assert ids.readers.isdisjoint({here})
-        assert ids.readers
-    monkeypatch.setattr(LmdbStore, "items", noted)
-    async with opened(tmp_path) as service:
-        assert len(service.removals.pending_deletes()) == 1
-        read = {readers[prefix] for prefix in ("delete/clicks/", "deleted/clicks/")}
-        assert read.isdisjoint({here})
+@in_service()
+async def test_ids_of_a_request_are_read_outside_the_event_loop(service: Service) -> None:
+    """There may be millions."""
+    await publish(service)
+    ids = Watched([3])
+    await ask(service, ids)
+    assert ids.readers.isdisjoint({threading.get_ident()})
+    assert ids.readers
 
 
 def deleting(step: int, ids: list[int], number: int) -> list[Any]:
@@ -124,7 +108,7 @@ def deleting(step: int, ids: list[int], number: int) -> list[Any]:
     return meeting([delete_chunk(step, 0, ids), close(step, len(ids))], number)
 
 
-async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_path: Path) -> None:
+async def test_a_run_that_goes_back_before_a_delete_is_asked_again(tmp_path: Path) -> None:
     """But not for rows that were trained afterwards; over restarts, and once it has met it, no more."""
     held = list[Position]()
     async with opened(tmp_path) as service:
@@ -151,36 +135,25 @@ async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_pa
 
 
 @in_service()
-async def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_written_down(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_delete_is_done_until_its_replacement_is_written(service: Service) -> None:
     rank = await join(service, takes_deletes=True)
     held = await send(rank, full_part(1, random_rows(0), WHOLE)) or Position()
-    await send(rank, deleting(2, [3, 5], await ask(service, [3, 5])))
-    await service.models.coordinators["clicks"].settled()
-    back: dict[str, Any] = {"continues": held, "takes_deletes": True, "takes_changes": True}
-    done, put, refused = service.models.coordinators["clicks"].deletes.done, log_of(service).put, Future[None]()
-    refused.set_exception(LogFull("the log is full"))
-    with monkeypatch.context() as patch:
-        patch.setattr(log_of(service), "put", lambda name, value: refused if value else put(name, value))
-        with pytest.raises(LogFull):
-            await join(service, run="back", started=2, **back)
-    await asyncio.to_thread(put("x", None).result)
-    assert (len(done.after(1)), len(log_of(service).items("deleted/clicks/"))) == (1, 1)
-    caplog.set_level("INFO")
-    rank = await join(service, run="back", started=2, **back)
+    number = await ask(service, [3, 5])
+    await send(rank, deleting(2, [3, 5], number))
+    done = rank.coordinator.deletes.done
+    with pytest.raises(LogFull), done.replaced(number):
+        raise LogFull("the log is full")
+    assert len(done.after(1)) == 1
+    rank = await join(service, run="back", started=2, continues=held, takes_deletes=True, takes_changes=True)
     assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
-    assert "2 rows will be deleted again: a run continues from version 1, which has them" in caplog.text
-    await asyncio.to_thread(put("x", None).result)
+    await asyncio.wrap_future(log_of(service).put("x", None))
     assert (done.after(1), log_of(service).items("deleted/clicks/")) == ([], {})
 
 
 @in_service()
-async def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_more(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deletes, "_MOST_IDS", 3)
+async def test_only_the_newest_done_deletes_of_present_tables_are_kept(service: Service) -> None:
     rank = await publish(service, takes_deletes=True)
+    rank.coordinator.deletes.done.most_ids = 3
     for step, (table, ids) in enumerate(((USER, [1, 2]), (ITEM, [1]), (USER, [3])), start=2):
         await send(rank, meeting(part(step, []), await ask(service, ids, table)))
     done = service.models.coordinators["clicks"].deletes.done
@@ -193,7 +166,7 @@ async def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_mor
 
 
 @in_service()
-async def test_all_ranks_have_to_meet_a_request_with_the_same_cut(service: Service) -> None:
+async def test_all_ranks_must_delete_with_the_same_cut(service: Service) -> None:
     async def both(ranks: list[PublishSession], *parts: list[Any]) -> None:
         await asyncio.gather(*(send(rank, requests) for rank, requests in zip(ranks, parts, strict=True)))
 
@@ -275,7 +248,7 @@ async def test_what_cannot_be_asked_for(
     assert log_of(service).items("delete/") == {}
 
 
-async def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
+async def test_a_request_outlives_the_caller(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await publish(service)
         asking = asyncio.create_task(ask(service, [3]))
@@ -289,9 +262,8 @@ async def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembere
 
 
 @in_service()
-async def test_requests_that_pile_up_are_refused(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deletes, "_MOST_PENDING_IDS", 3)
-    await publish(service)
+async def test_requests_that_pile_up_are_refused(service: Service) -> None:
+    (await publish(service)).coordinator.deletes.most_ids = 3
     await ask(service, [1, 2])
     with pytest.raises(
         Contradiction, match="2 rows of model 'clicks' wait to be deleted, and 2 more would exceed the limit of 3"
@@ -300,11 +272,9 @@ async def test_requests_that_pile_up_are_refused(service: Service, monkeypatch: 
 
 
 @in_service()
-async def test_a_rank_is_handed_a_bounded_number_of_rows(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deletes, "_HANDED_IDS", 3)
+async def test_a_rank_is_handed_a_bounded_number_of_rows(service: Service) -> None:
     rank = await publish(service, takes_deletes=True)
+    rank.coordinator.deletes.handed_ids = 3
     asked = [await ask(service, ids) for ids in ([1, 2, 3, 4], [5], [6, 7], [8])]
     await send(rank, meeting(part(2, [])))
     assert numbers(rank) == asked[:1], "one is handed out, however large it is"
@@ -313,9 +283,8 @@ async def test_a_rank_is_handed_a_bounded_number_of_rows(
 
 
 @in_service()
-async def test_a_clock_that_was_set_back_makes_no_number_twice(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "time_ns", lambda: 5)
-    await publish(service)
-    assert [await ask(service, [1]) for _ in range(3)] == [5, 6, 7]
+async def test_a_clock_that_was_set_back_makes_no_number_twice(service: Service) -> None:
+    last = 2**62
+    rank = await publish(service)
+    rank.coordinator.deletes.requests[last] = DeleteRequest(last, USER.name, np.array([1]))
+    assert [await ask(service, [1]) for _ in range(2)] == [last + 1, last + 2]

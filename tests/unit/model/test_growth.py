@@ -4,7 +4,6 @@ harms nobody."""
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from tests.support.crashes import Crashes
 from tests.support.local_service import join, opened, publish, run, send
+from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
 from tests.unit.support.async_tests import in_service
 
@@ -20,7 +20,6 @@ from deltasync.base.errors import Contradiction, ResyncRequired, StorageFailed
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import PublishSession
 from deltasync.model.model import Model
-from deltasync.model.model_store import ModelStore
 from deltasync.service.service import Service
 
 GROWN = [replace(USER, rows=60), ITEM]
@@ -45,18 +44,16 @@ async def publish_later(
     return await publish(service, number, run=f"run-{number}", started=number, tables=tables, **fields)
 
 
-async def grow_without_seal(service: Service, tables: Sequence[TableSpec], patch: pytest.MonkeyPatch) -> None:
-    """Have tables made, or made larger, for a cut that cannot be sealed then."""
-
-    def refused(*_: Any) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("no seal"))
-        return failed
-
-    with patch.context() as sealing:
-        sealing.setattr(ModelStore, "seal", refused)
-        with pytest.raises(StorageFailed, match="no seal"):
-            await publish_later(service, tables)
+async def grow_without_seal(service: Service, tables: Sequence[TableSpec]) -> None:
+    """Have tables made, or made larger, for a cut that does not fit into the log then."""
+    later, log = await join_later(service, tables), log_of(service)
+    rows, capacity = grown_part(2, tables), log.capacity
+    await send(later, rows[:-1])
+    assert later.coordinator.open_cut
+    log.capacity = later.coordinator.open_cut.cut.log_bytes
+    with pytest.raises(StorageFailed, match="the log is full"):
+        await send(later, rows[-1:])
+    log.capacity = capacity
 
 
 def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
@@ -85,40 +82,10 @@ async def test_forms_are_computed_again_only_for_grown_tables(service: Service) 
     assert [each.spec for each in model.forms] == GROWN
 
 
-@in_service()
-async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = await publish(service)
-    await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-    await service.models.coordinators["clicks"].drain()
-    model = service.models["clicks"]
-    before = tables_of(model)
-    table, checksum = model.tables[0], model.tables[0].checksum
-    await grow_without_seal(service, [*GROWN, NEW], monkeypatch)
-    later = await join_later(service, [*GROWN, NEW])
-    assert not later.decision.yes, "it claims to hold nothing"
-    rows, stamps, values = tables_of(model)[USER.name]
-    assert (rows, stamps) == (60, [*before[USER.name][1], *[0] * 20])
-    assert values == before[USER.name][2] + bytes(20 * 4 * 4)
-    assert tables_of(model)[ITEM.name] == before[ITEM.name]
-    assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
-    assert model.tables[0] is table
-    assert table.checksum == checksum
-    with pytest.raises(ResyncRequired):
-        await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
-    position = await send(later, grown_part(4, [*GROWN, NEW]))
-    assert position
-    assert position.number == 3
-    await service.models.coordinators["clicks"].drain()
-    assert later.decision.yes
-    assert table.stamps.tolist() == [3] * 60
-
-
-async def test_rows_of_a_grown_table_are_unpublished_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_of_a_grown_table_are_unpublished_after_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await publish(service)
-        await grow_without_seal(service, GROWN, monkeypatch)
+        await grow_without_seal(service, GROWN)
     async with opened(tmp_path) as service:
         model = service.models["clicks"]
         assert [table.spec for table in model.tables] == GROWN
@@ -159,18 +126,6 @@ async def test_who_is_refused_harms_nobody(service: Service, tmp_path: Path, tab
 
 
 @in_service()
-async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service) -> None:
-    await publish(service)
-    model = service.models["clicks"]
-    before = tables_of(model)[ITEM.name]
-    later = await join_later(service, [USER])
-    await send(later, grown_part(2, [USER]))
-    await service.models.coordinators["clicks"].drain()
-    assert tables_of(model)[ITEM.name] == before
-    assert model.tables[0].stamps.tolist() == [2] * 40
-
-
-@in_service()
 async def test_where_there_is_no_room_nothing_has_grown(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageFailed("No space left on device")
@@ -187,14 +142,12 @@ async def test_where_there_is_no_room_nothing_has_grown(service: Service, monkey
     assert [table.spec for table in service.models["clicks"].tables] == [*GROWN, NEW]
 
 
-async def test_of_a_table_that_was_never_published_another_may_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_a_table_that_was_never_published_another_may_come(tmp_path: Path) -> None:
     """It was made for a cut that could not be sealed."""
     wanted = [*TABLES, replace(NEW, rows=5, dim=3)]
     async with opened(tmp_path) as service:
         await publish(service)
-        await grow_without_seal(service, [*TABLES, NEW], monkeypatch)
+        await grow_without_seal(service, [*TABLES, NEW])
         model = service.models["clicks"]
         assert [table.spec for table in model.tables] == [*TABLES, NEW]
         await publish_later(service, wanted, 3)
@@ -221,7 +174,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         before.update(tables_of(service.models["clicks"]))
         with monkeypatch.context() as patch:
             crashes = Crashes(patch, data_dir, tmp_path)
-            await grow_without_seal(service, later, monkeypatch)
+            await grow_without_seal(service, later)
         after.update(tables_of(service.models["clicks"]))
         copies.extend(crashes.copies)
 

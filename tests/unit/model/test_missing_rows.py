@@ -5,7 +5,7 @@ from tests.support.wire import USER
 
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
-from deltasync.model.missing_rows import NOTHING_MISSING, Arriving, in_words
+from deltasync.model.applied_tables import NOTHING_MISSING, Arriving, in_words
 
 MISSING = {USER.name: np.array([3, 4, 9]), "item": np.array([1])}
 

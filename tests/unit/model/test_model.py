@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
-from tests.support.releases import deleted_rows
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import WHOLE, full_part, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable
-from deltasync.checkpoints.file_storage import Place
 from deltasync.core.rows import DamagedRows, RowBatch
-from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
@@ -51,25 +47,19 @@ async def test_the_log_back_to_the_second_newest_checkpoint_is_enough(tmp_path: 
         check_rows(service, random_rows(4))
 
 
-async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extra = TableSpec("extra", 2, 1)
-    put = Place.put
-    joining: list[Future[PublishSession]] = []
+async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing(tmp_path: Path) -> None:
+    extra, joining = TableSpec("extra", 2, 1), list[Future[PublishSession]]()
     async with opened(tmp_path) as service:
         loop = asyncio.get_running_loop()
         await publish(service)
 
-        def overtaken(place: Place, *arguments: Any) -> None:
+        def overtaken() -> None:
             if not joining:
                 another = publish(service, 2, run="run-2", started=2, tables=[extra])
                 joining.append(asyncio.run_coroutine_threadsafe(another, loop))
                 joining[0].result(20)
-            put(place, *arguments)
 
-        monkeypatch.setattr(Place, "put", overtaken)
-        manifest = await service.checkpoints.make("clicks")
+        manifest = await service.models["clicks"].checkpoint(list, dict, overtaken)
         assert joining
     shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
     (copy / "checkpoints" / manifest.name).unlink()
@@ -78,15 +68,6 @@ async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing_of_it(
             tables = service.models["clicks"].tables
             assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
             check_rows(service, [*random_rows(1), *random_rows(2, [extra])])
-
-
-async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
-    async with opened(tmp_path) as service:
-        session = await publish(service)
-        await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
-    async with opened(tmp_path) as service:
-        assert not list(log_of(service).read("cuts/clicks", 2))
-        assert service.models["clicks"].position.number == 1
 
 
 async def test_two_models_do_not_mix(tmp_path: Path) -> None:
@@ -98,27 +79,20 @@ async def test_two_models_do_not_mix(tmp_path: Path) -> None:
             check_rows(service, random_rows(step), model)
 
 
-async def test_tables_are_written_down_even_if_the_rank_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, making, go = random_rows(1), threading.Event(), threading.Event()
-    zeros = TableMemory.zeros
-
-    def slow(*arguments: Any) -> Any:
-        making.set()
-        assert go.wait(20)
-        return zeros(*arguments)
-
+async def test_a_cut_of_a_rank_that_has_gone_is_sealed(tmp_path: Path) -> None:
+    rows = random_rows(1)
     async with opened(tmp_path) as service:
-        monkeypatch.setattr(TableMemory, "zeros", slow)
-        gone = asyncio.create_task(publish(service))
-        await asyncio.to_thread(making.wait)
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        go.set()
-        await service.wait_idle(20)
-        assert service.models["clicks"].seals.newest_version == 1
+        session = await join(service)
+        await send(session, full_part(1, rows, WHOLE)[:-1])
+        async with session.coordinator.between_cuts():
+            gone = asyncio.create_task(send(session, full_part(1, rows, WHOLE)[-1:]))
+            while not (session.coordinator.open_cut and session.coordinator.open_cut.cut.ends):
+                await asyncio.sleep(0)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+        await session.coordinator.settled()
+        assert session.coordinator.model.seals.newest_version == 1
     async with opened(tmp_path) as service:
         check_rows(service, rows)
 
@@ -135,44 +109,7 @@ async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
     assert "another" not in model.store.specs
 
 
-def test_a_full_cut_applied_again_deletes_the_rows_that_it_lacks(tmp_path: Path) -> None:
-    rows = random_rows(0)
-    named = np.array([0, 2, 3])
-    whole = [(slot, named, rows[slot][named]) for slot in range(2)]
-
-    async def first(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, rows, WHOLE))
-        await send(session, part(2, whole))  # A delta never deletes.
-        await service.models.coordinators["clicks"].drain()
-        tables = service.models["clicks"].tables
-        assert [table.changed_since(0).tolist() for table in tables] == [list(range(len(each))) for each in rows]
-        assert not any(table.deleted(np.arange(len(each))).any() for table, each in zip(tables, rows, strict=True))
-        await send(session, part(3, whole, full=True))
-        await service.models.coordinators["clicks"].drain()
-        await check(service)
-        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
-
-    async def check(service: Service) -> None:
-        model = service.models["clicks"]
-        for table, expected in zip(model.tables, rows, strict=True):
-            ids = np.arange(len(expected))
-            assert np.flatnonzero(~table.deleted(ids)).tolist() == named.tolist()
-            assert table.rows[named].tolist() == expected[named].tolist()
-            assert not table.rows[table.deleted(ids)].any()
-            assert table.stamps[named].tolist() == [3, 3, 3]
-            assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
-        released = await model.release(2)
-        assert {slot: len(each) for slot, each in deleted_rows(released).items()} == {
-            slot: len(each) - len(named) for slot, each in enumerate(rows)
-        }
-
-    run(tmp_path / "data", first)
-    run(tmp_path / "crashed", check)
-    run(tmp_path / "data", check)
-
-
-async def test_rows_of_a_cut_that_changed_in_memory_are_read_from_the_tables(tmp_path: Path) -> None:
+async def test_a_cut_that_changed_in_memory_is_read_from_the_tables(tmp_path: Path) -> None:
     """Replicas would refuse them for ever. Read from the tables, they are found, and the model is loaded again."""
     table, ids = TableSpec("user", 9, 3), np.arange(9)
     local = await LocalModel.opened(tmp_path)

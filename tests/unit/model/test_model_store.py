@@ -145,12 +145,9 @@ def test_a_cut_that_lacks_rows_is_an_error(opened: Callable[[], LogStore]) -> No
 
 
 @pytest.mark.parametrize("kept", [1, 4, 100])
-def test_seals_outlive_their_rows(
-    opened: Callable[[], LogStore], monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
-    monkeypatch.setattr("deltasync.model.model_store.KEPT_SEALS", kept)
+def test_seals_outlive_their_rows(opened: Callable[[], LogStore], kept: int) -> None:
     log = opened()
-    store = ModelStore(log, "m")
+    store = ModelStore(log, "m", kept)
     for version in range(1, 8):
         publish(store, version, rows_of(SHARDS[0], version))
     store.truncate(6)
@@ -213,10 +210,9 @@ def test_a_log_that_is_full_of_seals_goes_on(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_data_directory_does_not_grow_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.model.model_store.KEPT_SEALS", 250)
+def test_a_data_directory_does_not_grow_with_its_versions() -> None:
     with fast_folder() as folder:
-        sizes = list(versions.publish(Path(folder), 4_000, looks=8))
+        sizes = list(versions.publish(Path(folder), 4_000, looks=8, kept_seals=250))
     assert [each.version for each in sizes] == list(range(500, 4_001, 500))
     assert len({each.files for each in sizes}) == 1
     assert max(each.bytes for each in sizes[2:]) <= 1.5 * sizes[1].bytes
@@ -255,7 +251,7 @@ def test_a_layout_is_written_once(log: LmdbStore) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
-def test_the_log_has_what_rows_name_that_it_still_has_and_nothing_else(steps: list[tuple[int, bool]]) -> None:
+def test_the_log_has_exactly_the_layouts_that_its_rows_name(steps: list[tuple[int, bool]]) -> None:
     log = MemoryStore(MemoryDisk(), 1 << 20)
     layouts, named = Layouts(log, "m"), dict[int, int]()
     for version, (each, cuts) in enumerate(steps, 1):
@@ -266,39 +262,47 @@ def test_the_log_has_what_rows_name_that_it_still_has_and_nothing_else(steps: li
         assert numbers(log) == set(named)
 
 
-def test_one_that_could_not_be_written_is_written_by_the_next_part(
-    log: LmdbStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class FailingAppends(MemoryStore):
+    """A log in memory that takes no records for a while."""
+
+    failing: Future[None] | None = Future()
+
+    def append(self, *arguments: Any, **named: Any) -> Future[None]:
+        return self.failing or super().append(*arguments, **named)
+
+
+def test_a_layout_that_could_not_be_written_is_written_by_the_next_part() -> None:
     """Else rows would name a layout that nobody has."""
-    layouts = Layouts(log, "m")
-    with monkeypatch.context() as patch:
-        failing: Future[None] = Future()
-        patch.setattr(LmdbStore, "append", lambda *_: failing)
-        uses = [layouts.use(RECORDS[0], FOUR_SHARDS[0], 1) for _ in range(2)]  # Of two ranks that hold the same.
-        failing.set_exception(StorageFailed("the log is full"))
-        for use in uses:
-            assert use.written.exception(TIMEOUT)
+    log, failing = FailingAppends(MemoryDisk(), 1 << 20), Future[None]()
+    layouts, log.failing = Layouts(log, "m"), failing
+    uses = [layouts.use(RECORDS[0], FOUR_SHARDS[0], 1) for _ in range(2)]  # Of two ranks that hold the same.
+    failing.set_exception(StorageFailed("the log is full"))
+    for use in uses:
+        assert use.written.exception(TIMEOUT)
+    log.failing = None
     use = layouts.use(RECORDS[0], FOUR_SHARDS[0], 1)
     use.written.result(TIMEOUT)
     assert use.log_bytes == len(RECORDS[0])
     assert numbers(log) == {use.number}
 
 
-def test_truncating_the_log_keeps_the_layout_of_a_part_under_way(
-    log: LmdbStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layouts, drop = Layouts(log, "m"), LmdbStore.drop
+class Overtaken(MemoryStore):
+    """A log in memory that begins something else when it is told to drop records."""
+
+    meanwhile: threading.Thread
+
+    def drop(self, *arguments: Any, **named: Any) -> Future[None]:
+        self.meanwhile.start()
+        self.meanwhile.join(0.1)  # It either overtakes what is forgotten here, or has to wait for it.
+        return super().drop(*arguments, **named)
+
+
+def test_truncating_the_log_keeps_the_layout_of_a_part_under_way() -> None:
+    log = Overtaken(MemoryDisk(), 1 << 20)
+    layouts = Layouts(log, "m")
     layouts.use(RECORDS[0], FOUR_SHARDS[0], 1).written.result(TIMEOUT)
-    beginning = threading.Thread(target=lambda: layouts.use(RECORDS[0], FOUR_SHARDS[0], 2))
-
-    def slow(store: LmdbStore, stream: str, number: int, part: int | None = None) -> Future[None]:
-        beginning.start()
-        beginning.join(0.1)  # It either overtakes what is forgotten here, or has to wait for it.
-        return drop(store, stream, number, part)
-
-    monkeypatch.setattr(LmdbStore, "drop", slow)
+    log.meanwhile = threading.Thread(target=lambda: layouts.use(RECORDS[0], FOUR_SHARDS[0], 2))
     layouts.forget(1)
-    beginning.join(TIMEOUT)
-    log.put("done", b"").result(TIMEOUT)
+    log.meanwhile.join(TIMEOUT)
     (number,) = numbers(log)
     assert layouts.shards(number) == FOUR_SHARDS[0]

@@ -5,12 +5,10 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, send
 from tests.support.log import log_of
 from tests.support.releases import frozen, live_rows
 from tests.support.wire import USER, WHOLE, close, full_part, part, random_rows
@@ -19,18 +17,14 @@ from tests.unit.support.async_tests import in_service
 from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
-from deltasync.core.seal import Seal
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard
 from deltasync.cuts.session import PublishSession
-from deltasync.log.lmdb_store import LmdbStore
-from deltasync.model import releases
-from deltasync.model.applied_tables import AppliedTables
 from deltasync.model.model import Model
-from deltasync.model.releases import FrozenRelease, freeze
+from deltasync.model.releases import FrozenRelease
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, subscribe_pb2
-from deltasync.wire.row_messages import part_chunk, release_chunk, serialized, table_pieces
+from deltasync.wire.row_messages import part_chunk, serialized
 
 REPLICAS = 40
 
@@ -65,49 +59,25 @@ async def published(session: PublishSession, service: Service, requests: list[An
     return service.models["clicks"]
 
 
-def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_all_replicas_are_sent_the_same_objects(service: Service) -> None:
     """Rows are encoded once, in chunks or as those of a whole release. Each replica's end differs."""
-
-    async def scenario(service: Service) -> None:
-        written = list[int]()
-        whole = list[Any]()
-        made = list[int]()
-
-        def counted(slot: int, rows: RowBatch) -> bytes:
-            written.append(slot)
-            return release_chunk(slot, rows)
-
-        def joined(rows: Any) -> Any:
-            whole.append(rows)
-            return table_pieces(rows)
-
-        def noted(*arguments: Any) -> Any:
-            made.append(arguments[1])
-            return freeze(*arguments)
-
-        monkeypatch.setattr("deltasync.model.releases.release_chunk", counted)
-        monkeypatch.setattr("deltasync.model.releases.table_pieces", joined)
-        monkeypatch.setattr(releases, "freeze", noted)
-        await service.consumers.create("plain", "clicks", Policy())
-        session = await join(service)
-        await published(session, service, full_part(1, random_rows(0), WHOLE))
-        openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-        streams = [ReplicaStream(streams_of(service), opening).run(silence()) for opening in openings]
-        for step, chunks, encoded in ((1, 2, 2), (2, 1, 0), (3, 1, 0)):  # Later cuts are sent as they came.
-            if step > 1:
-                await published(session, service, changed(step, step))
-            sent = await asyncio.gather(*map(chunks_until_end, streams))
-            assert len(written) == encoded
-            assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
-            assert [len(each) for each in sent] == [chunks] * REPLICAS
-            assert len(whole) == 1
-            written.clear()
-            whole.clear()
-        assert made == [0]
-        for stream in streams:
-            await stream.aclose()
-
-    run(tmp_path, scenario)
+    await service.consumers.create("plain", "clicks", Policy())
+    session = await join(service)
+    model = await published(session, service, full_part(1, random_rows(0), WHOLE))
+    openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
+    streams = [ReplicaStream(streams_of(service), opening).run(silence()) for opening in openings]
+    for step, chunks in ((1, 2), (2, 1), (3, 1)):
+        if step > 1:
+            await published(session, service, changed(step, step))
+        sent = await asyncio.gather(*map(chunks_until_end, streams))
+        assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
+        assert [len(each) for each in sent] == [chunks] * REPLICAS
+        release = model.release(step - 1)
+        assert release is model.release(step - 1)
+        assert frozen(await release).table_rows is frozen(await model.release(step - 1)).table_rows
+    for stream in streams:
+        await stream.aclose()
 
 
 @in_service()
@@ -179,29 +149,22 @@ async def test_a_cut_without_digests_goes_on_with_them(service: Service) -> None
 
 
 @in_service()
-async def test_cuts_of_two_models_are_applied_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, apply = threading.Barrier(2), AppliedTables.apply
+async def test_cuts_of_two_models_are_applied_at_once(service: Service) -> None:
+    sessions, both = [await publish(service, model=name) for name in ("clicks", "views")], threading.Barrier(2)
 
-    def meeting(tables: AppliedTables, seal: Seal, rows: Any) -> None:
+    def meeting(_: Ids) -> None:
         both.wait(20)  # Broken if the other is not under way.
-        apply(tables, seal, rows)
 
-    monkeypatch.setattr(AppliedTables, "apply", meeting)
-    sessions = [await join(service, model=name) for name in ("clicks", "views")]
-    await asyncio.gather(*(send(each, full_part(1, random_rows(0), WHOLE)) for each in sessions))
-    assert [service.models[name].position.number for name in ("clicks", "views")] == [1, 1]
+    for each in service.models.values():
+        each.tables[0].before_change.append(meeting)
+    await asyncio.gather(*(send(each, changed(2, 3)) for each in sessions))
+    assert [each.position.number for each in service.models.values()] == [2, 2]
+    assert not any(each.failure for each in service.models.values())
 
 
 @in_service()
-async def test_a_small_cut_is_one_write_to_the_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    commits, commit = list[int](), LmdbStore._commit
-
-    def counted(log: LmdbStore, batch: Any) -> None:
-        commits.append(len(batch))
-        commit(log, batch)
-
-    session = await join(service)
-    await published(session, service, full_part(1, random_rows(0), WHOLE))
-    monkeypatch.setattr(LmdbStore, "_commit", counted)
+async def test_a_small_cut_is_one_write_to_the_disk(service: Service) -> None:
+    session, commits = await publish(service), log_of(service).commits
+    before = sum(commits.read()[0])
     await send(session, changed(2, 3))
-    assert commits == [3]  # What may be left of a part that broke off, its rows, and the seal.
+    assert sum(commits.read()[0]) == before + 1
