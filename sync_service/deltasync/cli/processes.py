@@ -7,8 +7,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.output import json_lines, json_option, record_table, say, waiting_for
 from deltasync.client.admin import Admin
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.status.records import ProcessStatus
 
 

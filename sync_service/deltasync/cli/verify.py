@@ -11,7 +11,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.lag import BEHIND
 from deltasync.cli.output import json_lines, say, text_table, waiting_for
-from deltasync.client.admin import Admin, fetch_lag
+from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.comparison import ComparisonStatus, TableComparison
 
@@ -50,7 +50,7 @@ def verify(consumer: str, replicas: Sequence[str], timeout: float, as_json: bool
 
 def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
     """The replicas of a consumer except guests; for each that is away, the reason, else ''."""
-    replicas = [each for each in fetch_lag(service, consumer)["replicas"] if not each["guest"]]
+    replicas = [each for each in Admin(service).consumer(consumer)["replicas"] if not each["guest"]]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
     return {each["replica"]: "" if each["connected"] else each["reason"] or "away" for each in replicas}

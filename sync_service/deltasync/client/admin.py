@@ -6,12 +6,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.core.policy import Policy
 from deltasync.core.rows import row_ids
-
-__all__ = ["fetch_lag"]
 
 _DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
@@ -437,11 +434,6 @@ class Admin:
 
     def _ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
         return Route(self._endpoint).ask(method, path, body, patience_seconds)
-
-
-def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
-    """Read the status of a consumer; the same as `Admin(service).consumer(consumer)`."""
-    return Admin(service).consumer(consumer)
 
 
 def _consumer(name: str) -> str:

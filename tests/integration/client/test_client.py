@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,6 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
 )
-from deltasync.client.publisher import _Stream
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20
@@ -142,29 +141,26 @@ def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running
         assert trainer.publish(part(7, rows, [7])).result(WAIT).number == 2
 
 
-def test_who_has_waited_may_publish_at_once(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that happens after the waiter was woken may still count."""
-    rows, go = random_rows(0), threading.Event()
-    invoke = Future._invoke_callbacks  # type: ignore[attr-defined]
-
-    def later(future: "Future[Any]") -> None:
-        if threading.current_thread().name == "deltasync-publisher":
-            assert go.wait(WAIT)
-        invoke(future)
-
-    monkeypatch.setattr(Future, "_invoke_callbacks", later)
-    with publisher(running.grpc) as trainer:
-        with pytest.raises(ResyncRequired):
-            trainer.publish(part(1, rows, [7])).result(WAIT)
-        waiting = trainer.publish(full(1, rows))
-        go.set()
-        assert waiting.result(WAIT).number == 1
-        go.clear()
-        waiting = trainer.publish(part(2, rows, [7]))
-        assert waiting.result(WAIT).number == 2
-        waiting = trainer.publish(part(3, rows, [7]))
-        go.set()
-        assert waiting.result(WAIT).number == 3
+def test_a_part_is_sent_while_the_publishers_thread_is_busy(running: RunningService) -> None:
+    """A thread that has waited for a cut may publish the next part at once."""
+    rows, target, awake = random_rows(0), NumpyTarget(), threading.Event()
+    with (
+        publisher(running.grpc, world_size=2) as first,
+        publisher(running.grpc, rank=1, world_size=2) as second,
+        subscriber(running.grpc, target) as replica,
+    ):
+        sealed = first.publish(full(1, rows))
+        sealed.add_done_callback(lambda _: awake.wait(WAIT))  # In the publisher's thread, once the cut is sealed.
+        second.publish(full(1, rows)).result(WAIT)
+        head = sealed.result(WAIT)
+        rows[0][3] = 1
+        done = first.publish(part(2, rows, [3]))
+        second.publish(part(2, rows, [3])).result(WAIT)
+        replica.wait_for(2, WAIT)
+        assert same(target, rows)
+        assert not done.done()
+        awake.set()
+        assert done.result(WAIT) == Position(head.history, 2)
 
 
 def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
@@ -177,29 +173,6 @@ def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
         waiting.result(WAIT)
     with pytest.raises(ServiceUnavailable, match="part of step 2: the publisher is closed"):
         lone.publish(full(2, rows))
-
-
-def test_a_part_is_on_its_way_before_the_publishers_thread_is_awake(
-    running: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, target, awake = random_rows(0), NumpyTarget(), threading.Event()
-    send = _Stream.send
-
-    def later(stream: _Stream, each: Part) -> Position:
-        assert awake.wait(WAIT)
-        return send(stream, each)
-
-    with publisher(running.grpc) as trainer, subscriber(running.grpc, target) as replica:
-        head = trainer.publish(full(1, rows)).result(WAIT)
-        monkeypatch.setattr(_Stream, "send", later)
-        rows[0][3] = 1
-        done = trainer.publish(part(2, rows, [3]))
-        replica.wait_for(2, WAIT)
-        assert same(target, rows)
-        assert not done.done()
-        awake.set()
-        assert done.result(WAIT) == Position(head.history, 2)
-        assert trainer.publish(part(3, rows, [3])).result(WAIT) == Position(head.history, 3)
 
 
 def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: RunningService) -> None:

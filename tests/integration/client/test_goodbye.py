@@ -22,6 +22,7 @@ from tests.support.waiting import wait_for
 from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
 
 from deltasync.client import Contradiction, NumpyTarget, Release, Shard, Subscriber, TableSpec
+from deltasync.client.connection import Tuning
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 _DIES_IN_A_RELEASE = """
@@ -172,12 +173,12 @@ def test_the_copy_in_a_forked_process_has_nothing_to_say(running: RunningService
 
 
 @pytest.fixture
-def waiting(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subscriber]:
+def waiting(running: RunningService) -> Iterator[Subscriber]:
     """A replica whose connection is lost, and that tries again in an hour."""
-    monkeypatch.setattr("deltasync.client.subscriber.backoff", lambda: repeat(3600.0))
+    hourly = Tuning(pauses=lambda: repeat(3600.0))
     with Proxy(running.grpc) as proxy, Trainer(running.grpc) as trainer:
         through = type("Through", (), {"grpc": proxy.address})()
-        with follow(through, "predictors", "leaves", Recorder()) as replica:
+        with follow(through, "predictors", "leaves", Recorder(), tuning=hourly) as replica:
             wait_until_in_sync(running, "predictors", trainer.publish_all())
             proxy.cut()
             wait_for_lag(running, "predictors", lambda lag: lag["state"] == "away")

@@ -19,6 +19,7 @@ from tests.support.fleet import TABLES, WAIT, follow, wait_until_in_sync
 from tests.support.server import RunningService
 
 from deltasync.client import (
+    Endpoint,
     InvalidInput,
     NumpyTarget,
     Part,
@@ -26,8 +27,8 @@ from deltasync.client import (
     PublisherOptions,
     RowBatch,
     Shard,
-    endpoint,
 )
+from deltasync.client.connection import Tuning
 
 TABLE = TABLES[0]
 
@@ -90,17 +91,14 @@ def whole(step: int) -> Part:
 def test_a_service_that_is_away_costs_a_trainer_only_lag(
     away: Callable[[], AbstractContextManager[tuple[str, Callable[[], None]]]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
-    monkeypatch.setattr("deltasync.base.waiting._LONGEST_SECONDS", 0.01)
-    quick = [each for each in endpoint._CHANNEL_OPTIONS if each[0] != "grpc.min_reconnect_backoff_ms"]
-    monkeypatch.setattr(endpoint, "_CHANNEL_OPTIONS", [*quick, ("grpc.min_reconnect_backoff_ms", 20)])
     with away() as (address, end):
-        options = PublisherOptions(service=address, model="clicks", run="r", run_started_unix_ns=1)
-        with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
+        endpoint = Endpoint(address, timeout_seconds=0.3)
+        options = PublisherOptions(service=endpoint, model="clicks", run="r", run_started_unix_ns=1)
+        tuning = Tuning(pauses=lambda: repeat(0.01))
+        with Publisher(options, [TABLE], [Shard.whole(TABLE)], tuning=tuning) as publisher:
             assert (publisher.connection.connected, publisher.connection.attempts) == (False, 0)
             part = whole(1)
             waiting = publisher.publish(part)
@@ -131,12 +129,10 @@ def test_a_service_that_is_away_costs_a_trainer_only_lag(
         assert gone() is None
 
 
-def test_a_replica_that_has_lost_its_stream_says_so_before_it_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_that_has_lost_its_stream_says_so_before_it_tries_again(tmp_path: Path) -> None:
     with RunningService(tmp_path / "data") as service:
-        monkeypatch.setattr("deltasync.client.subscriber.backoff", lambda: repeat(3600.0))
-        with follow(service, "predictors", "p", NumpyTarget()) as replica:
+        hourly = Tuning(pauses=lambda: repeat(3600.0))
+        with follow(service, "predictors", "p", NumpyTarget(), tuning=hourly) as replica:
             _becomes(lambda: replica.connection.connected)
             service.stop()
             _becomes(lambda: not replica.connection.connected)

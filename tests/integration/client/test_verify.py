@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from tests.support.command import deltasync
 from tests.support.fleet import USER, WAIT, Recorder, Trainer, follow, lost, wait_for_lag, wait_until_in_sync
 from tests.support.server import RunningService
@@ -10,6 +9,7 @@ from torch import nn
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import CallbackTarget, Policy
+from deltasync.client.connection import Tuning
 from deltasync.client.targets.torch_target import TorchTarget
 
 POLICIES: dict[str, Policy] = {}
@@ -19,14 +19,15 @@ def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     return deltasync("verify", "predictors", "--service", service.http, *arguments, token="secret")  # noqa: S106
 
 
-def test_the_command_names_the_replica_and_table_that_differ(
-    service: RunningService, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
+def test_the_command_names_the_replica_and_table_that_differ(service: RunningService, trainer: Trainer) -> None:
     code, _, said = verify(service)
     assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
     good, bad = Recorder(), Recorder()
-    with follow(service, "predictors", "good", good), follow(service, "predictors", "bad", bad):
+    unswept = Tuning(sweeps=False)
+    with (
+        follow(service, "predictors", "good", good),
+        follow(service, "predictors", "bad", bad, tuning=unswept),
+    ):
         position = trainer.publish_all()
         wait_until_in_sync(service, "predictors", position, replicas=2)
         code, shown, said = verify(service)

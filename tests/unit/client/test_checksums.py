@@ -1,7 +1,5 @@
 """Checksums of a target, against what it really holds."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -52,10 +50,10 @@ class Followed:
         touched: rows that something else has written since they were sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_rows: int) -> None:
         self.tables = list(TABLES)
-        self.target = Careless()
-        self.checksums = TargetChecksums(self.target)
+        self.target, self._block_rows = Careless(), block_rows
+        self.checksums = TargetChecksums(self.target, block_rows)
         self.sent = {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in TABLES}
         self.touched = set[tuple[str, int]]()
         self._version = 0
@@ -87,7 +85,7 @@ class Followed:
 
     def start_again(self) -> None:
         """As a new process does over the same target: what it holds is taken as it is."""
-        self.checksums = TargetChecksums(self.target)
+        self.checksums = TargetChecksums(self.target, self._block_rows)
         self.sent = {name: rows.copy() for name, rows in self.target.tables.items()}
         self.touched = set()
         self.apply([])
@@ -137,20 +135,12 @@ def grow(followed: Followed, name: str) -> None:
     followed.apply([])
 
 
-@contextmanager
-def blocks_of(rows: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", rows)
-        yield
-
-
 @given(st.data(), st.integers(1, 3))
 def test_what_is_told_is_what_is_held_in_the_end(data: st.DataObject, rows: int) -> None:
-    with blocks_of(rows):
-        followed = Followed()
-        for _ in range(data.draw(st.integers(1, 8))):
-            step(data, followed)
-        assert followed.look_at_all() == followed.held()
+    followed = Followed(rows)
+    for _ in range(data.draw(st.integers(1, 8))):
+        step(data, followed)
+    assert followed.look_at_all() == followed.held()
 
 
 def release_of(values: Values, ids: list[int]) -> Release:

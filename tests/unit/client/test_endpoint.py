@@ -14,9 +14,7 @@ from deltasync.access.roles import checked_token
 from deltasync.base.errors import Contradiction, DeltasyncError, NotOwner, Owner, ServiceUnavailable
 from deltasync.cli.endpoint_options import operator_options, service_options
 from deltasync.client import Admin, Endpoint, InvalidInput
-from deltasync.client.admin import fetch_lag
-from deltasync.client.endpoint import endpoint_settings
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Route, endpoint_settings
 
 TOKEN = "hush"  # noqa: S105
 ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -44,7 +42,7 @@ def test_what_answers_no_grpc_is_refused(address: str) -> None:
 def test_what_answers_no_http_is_refused(address: str) -> None:
     for service in (address, Endpoint(address, "t")):
         with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
-            fetch_lag(service, "predictors")
+            Admin(service).consumer("predictors")
         with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
             Admin(service)
 
@@ -161,7 +159,7 @@ def test_a_token_is_not_sent_over_plain_text_to_another_machine(host: str) -> No
         with pytest.raises(InvalidInput, match="in plain text"):
             Endpoint(f"{host}:1", **rights).channel()
         with pytest.raises(InvalidInput, match="in plain text"):
-            fetch_lag(Endpoint(f"http://{host}:1", **rights), "c")
+            Admin(Endpoint(f"http://{host}:1", **rights)).consumer("c")
     Admin(Endpoint(f"http://{host}:1", "hush", insecure=True))
 
 

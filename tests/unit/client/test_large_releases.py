@@ -46,8 +46,8 @@ class Replica:
 
     def begin(self) -> None:
         """A new stream."""
-        self._assembler = ReleaseAssembler(BUDGET, {table.spec.name for table in self._made.tables})
-        self._assembler._part_bytes = 100
+        known = {table.spec.name for table in self._made.tables}
+        self._assembler = ReleaseAssembler(BUDGET, known, part_bytes=100)
         tables = [form_to_message(TableForm.unchanged(table.spec)) for table in self._made.tables]
         opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=tables, resync=not self.held)
         self._assembler.begin(opened, in_parts=not self.held and getattr(self.target, "takes_parts", False))
