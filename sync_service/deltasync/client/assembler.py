@@ -1,7 +1,7 @@
 """Assemble releases from the chunks of one stream."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,8 @@ from deltasync.wire.messages import (
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, Columns
 
+logger = logging.getLogger(__name__)
+
 
 def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
     """Rows in order of arrival, each row only as it arrived last. Empties `batches`."""
@@ -38,20 +40,14 @@ def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
                 seen[name] = np.zeros(batch.table.rows, np.bool_)
             new = ~seen[name][batch.ids]
             seen[name][batch.ids] = True
-            batch = batch if new.all() else _some(batch, new)
+            if batch.deleted and not new.all():
+                batch = RowBatch.deletes(batch.shard, batch.ids[new])
+            elif not new.all():
+                norms = None if batch.norms is None else batch.norms[new]
+                batch = replace(batch, ids=batch.ids[new], values=batch.values[new], norms=norms, digests=None)
         if len(batch):
             latest.append(batch)
     return latest[::-1]
-
-
-def _some(batch: RowBatch, which: Mask) -> RowBatch:
-    if batch.deleted:
-        return RowBatch.deletes(batch.shard, batch.ids[which])
-    norms = None if batch.norms is None else batch.norms[which]
-    return replace(batch, ids=batch.ids[which], values=batch.values[which], norms=norms, digests=None)
-
-
-logger = logging.getLogger(__name__)
 
 
 class ReleaseAssembler:
@@ -64,13 +60,11 @@ class ReleaseAssembler:
         has_values: whether rows have values. Only then can a target prove its content with checksums.
     """
 
-    def __init__(self, max_outstanding_bytes: int, known: set[str], part_bytes: int | None = None) -> None:
-        """`known` has the tables of the last release, also from earlier streams. Each release updates it."""
+    def __init__(self, max_outstanding_bytes: int, part_bytes: int | None = None) -> None:
         self.received_bytes = 0
         self.model_history = ""
         self.tables: list[TableSpec] = []
         self.has_values = True
-        self._known = known
         self._model = ""
         self._acked_bytes = self._ended_bytes = 0
         # Parts of this size cost next to nothing, and most models arrive in one piece.
@@ -133,15 +127,16 @@ class ReleaseAssembler:
         self._waiting_bytes, self._continues = 0, True
         return part
 
-    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
-        """The whole release, or the last part of a first copy. Raises InvalidInput if rows are missing."""
+    def end(self, end: subscribe_pb2.ReleaseEnd, before: Sequence[TableSpec] = ()) -> Release:
+        """The whole release, or the last part of a first copy. `before` has the tables of the last release."""
         if self._arrived_rows != end.rows:
             arrived = f"{self._arrived_rows} of {end.rows} rows arrived"
             raise InvalidInput(f"release of version {end.position.version}: {arrived}")
         rows, self._rows = self._rows, []
-        names = self._slots.keys()
         # The tables to reset: those that the service names, and those that are new on this stream.
-        whole = {self.tables[slot].name for slot in end.whole} | (names - self._known if self._known else set())
+        whole = {self.tables[slot].name for slot in end.whole}
+        if before:
+            whole |= self._slots.keys() - {each.name for each in before}
         release = Release(
             position=position_from_message(end.position),
             step=end.step,
@@ -161,8 +156,6 @@ class ReleaseAssembler:
         self._waiting_bytes = self._arrived_rows = 0
         self._ended_bytes = self.received_bytes
         self._checksums = {self.tables[each.slot].name: each.sum for each in end.sums}
-        self._known.clear()
-        self._known.update(names)
         return release
 
     def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:

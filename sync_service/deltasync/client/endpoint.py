@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -107,12 +108,8 @@ class Endpoint:
             InvalidInput: there is no address, the file cannot be read, or a value is invalid (see `Endpoint`).
         """
         settings = endpoint_settings({"address": address, **given}, os.environ)
-        if not (settings.get("address") or settings.get("http")):
-            raise InvalidInput(
-                "no address of the service: pass it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
-                "DELTASYNC_ENDPOINT"
-            )
-        return cls(**settings | {"address": settings.get("address") or settings["http"]})
+        variables = "DELTASYNC_SERVICE, DELTASYNC_HTTP or DELTASYNC_ENDPOINT"
+        return cls._of_settings(settings, f"no address of the service: pass it, or set {variables}")
 
     @classmethod
     def from_file(cls, path: Path | str) -> "Endpoint":
@@ -123,18 +120,19 @@ class Endpoint:
         Raises:
             InvalidInput: the file cannot be read, has other keys, no address or an invalid value.
         """
-        settings = file_settings(Path(path))
-        if not (settings.get("address") or settings.get("http")):
-            raise InvalidInput(f"endpoint {path}: no address; set the key address or http")
-        return cls(**settings | {"address": settings.get("address") or settings["http"]})
+        return cls._of_settings(
+            file_settings(Path(path)), f"endpoint {path}: no address; set the key address or http"
+        )
+
+    @classmethod
+    def _of_settings(cls, settings: Mapping[str, Any], missing: str) -> "Endpoint":
+        if not (address := settings.get("address") or settings.get("http")):
+            raise InvalidInput(missing)
+        return cls(**{**settings, "address": address})
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":
-        """Check the gRPC endpoint of a service and return it.
-
-        Raises:
-            InvalidInput: the address is not HOST:PORT, or a file cannot be used.
-        """
+        """Check the gRPC endpoint of a service and return it."""
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         addresses = list[str]()
         for each in endpoint.alone():
@@ -150,11 +148,7 @@ class Endpoint:
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
-        """Check the HTTP endpoint of a service and return it: at `http` if set, else at `address`.
-
-        Raises:
-            InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
-        """
+        """Check the HTTP endpoint of a service and return it: at `http` if set, else at `address`."""
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         if endpoint.http:
             endpoint = replace(endpoint, address=endpoint.http, http="")
@@ -173,9 +167,7 @@ class Endpoint:
     def at(self, owner: Owner) -> "Endpoint":
         """The endpoint of another process of the same service, with the same protocol and credentials.
 
-        Raises:
-            InvalidInput: the owner's address is not valid, has another scheme than this one, or a secret would be
-                sent there in plain text.
+        InvalidInput if the address is not valid or has another scheme, or a secret would be sent in plain text.
         """
         address = owner.http if is_url(self.address) else owner.grpc
         if is_url(self.address) and address.partition(":")[0] != self.address.partition(":")[0]:
@@ -193,9 +185,7 @@ class Endpoint:
     def channel(self) -> grpc.Channel:
         """Open a gRPC channel whose calls carry the credentials and the protocol version.
 
-        Raises:
-            ServiceUnavailable: a file cannot be used now, perhaps because it is being renewed, or this process was
-                forked from a connected one.
+        ServiceUnavailable if a file is unusable now, or this process was forked from a connected one.
         """
         self._check_secrecy()
         note_connecting()
@@ -214,16 +204,8 @@ class Endpoint:
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
         """Send an HTTP request; return the JSON answer, or None if it is empty. Needs httpx.
 
-        Args:
-            method: GET, PUT, POST or DELETE.
-            path: with the query.
-            body: sent as JSON; None = no body.
-            patience_seconds: timeout of the answer if it may take longer than `timeout_seconds`.
-
-        Raises:
-            NotOwner: another process of the service owns the model.
-            DeltasyncError: the service's own error.
-            ServiceUnavailable: there is no JSON answer in time, or a file cannot be used now.
+        The answer may take `patience_seconds`, by default `timeout_seconds`. Raises the service's own error, for
+        example NotOwner if another process owns the model, or ServiceUnavailable.
         """
         from deltasync.client.http import NoAnswer, json_answer  # Predictors need no HTTP library.
 
@@ -311,28 +293,20 @@ def _renewing() -> Iterator[None]:
         raise ServiceUnavailable(f"{error}; the client tries again") from error
 
 
+@dataclass(frozen=True)
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds metadata to every call, and a timeout to every unary call."""
+    """Adds metadata to every call, and a timeout to every unary call. gRPC knows the other details of a call."""
 
-    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_seconds: float) -> None:
-        self._metadata = metadata
-        self._timeout_seconds = timeout_seconds
+    metadata: tuple[tuple[str, str], ...]
+    timeout_seconds: float
 
     def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], _call: Any, request: Any) -> Any:
         """Start a unary call."""
-        return continuation(_Details(self._metadata, self._timeout_seconds), request)
+        return continuation(SimpleNamespace(metadata=self.metadata, timeout=self.timeout_seconds), request)
 
     def intercept_stream_stream(self, continuation: Callable[[Any, Any], Any], _call: Any, requests: Any) -> Any:
         """Open a stream."""
-        return continuation(_Details(self._metadata, None), requests)
-
-
-class _Details(grpc.ClientCallDetails):
-    """Metadata and timeout of a call. gRPC reads the other details from the call itself."""
-
-    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout: float | None) -> None:
-        self.metadata = metadata
-        self.timeout = timeout
+        return continuation(SimpleNamespace(metadata=self.metadata, timeout=None), requests)
 
 
 _PATHS = ("ca", "cert", "key", "token_file")
@@ -360,7 +334,10 @@ def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) 
     arguments = {name: value for name, value in given.items() if value not in (None, "")}
     file = arguments.pop("endpoint", None) or environment.get(_FILE)
     merged: dict[str, Any] = {}
-    for source in (file_settings(Path(file)) if file else {}, _variables(environment), arguments):
+    variables = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
+    tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
+    variables |= dict(tokens[:1])
+    for source in (file_settings(Path(file)) if file else {}, variables, arguments):
         if source.keys() & {"token", "token_file"}:  # Either one replaces both.
             merged.pop("token", None)
             merged.pop("token_file", None)
@@ -381,12 +358,6 @@ def file_settings(path: Path) -> dict[str, Any]:
     if wrong := [name for name, value in settings.items() if not isinstance(value, str)]:
         raise InvalidInput(f"endpoint {path}: {wrong[0]}: expected a string")
     return {name: path.parent / value if name in _PATHS else value for name, value in settings.items()}
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    settings = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
-    tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
-    return settings | dict(tokens[:1])
 
 
 def _content(path: Path | str | None) -> bytes | None:

@@ -78,11 +78,7 @@ def json_answer(
 
 
 class _Deadline:
-    """Shuts a connection down after some seconds. httpx's own timeouts only limit each single read.
-
-    Attributes:
-        passed: whether it did.
-    """
+    """Shuts a connection down after some seconds. httpx's own timeouts only limit each single read."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -114,9 +110,10 @@ class _Deadline:
 
 
 def _refused(answer: httpx.Response, body: bytes, url: str) -> DeltasyncError:
-    location = answer.headers.get("Location", "")
-    if answer.status_code == httpx.codes.TEMPORARY_REDIRECT and (owner := _owner(location)):
-        return NotOwner(f"{url}: the owner is {owner.http}", owner=owner)
+    location = urllib.parse.urlsplit(printable(answer.headers.get("Location", ""), _LONGEST_ADDRESS))
+    if answer.status_code == httpx.codes.TEMPORARY_REDIRECT and location.netloc:
+        http = f"{location.scheme}://{location.netloc}"
+        return NotOwner(f"{url}: the owner is {http}", owner=Owner("", "", http))
     text = printable(body[: 4 * _LONGEST_ERROR].decode(errors="replace"), _LONGEST_ERROR)
     try:
         said = json.loads(body)
@@ -127,8 +124,3 @@ def _refused(answer: httpx.Response, body: bytes, url: str) -> DeltasyncError:
         failed = answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
         return (ServiceFailed if failed else ServiceUnavailable)(f"{url}: HTTP {answer.status_code}: {text}")
     return kind(f"{url}: {words}" if issubclass(kind, ServiceFailed | ServiceUnavailable) else words)
-
-
-def _owner(location: str) -> Owner | None:
-    parts = urllib.parse.urlsplit(printable(location, _LONGEST_ADDRESS))
-    return Owner("", "", f"{parts.scheme}://{parts.netloc}") if parts.netloc else None

@@ -55,6 +55,7 @@ from deltasync.wire.row_messages import ReceivedRows, SubscribeResponse, read_re
 
 logger = logging.getLogger(__name__)
 
+_Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
 _Message: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 # How long `close` waits until the service has received the last ack or the goodbye.
 _GOODBYE_SECONDS = 2.0
@@ -134,14 +135,13 @@ class Subscriber:
         self._checksums: TargetChecksums | None = None
         if isinstance(target, ReadableTarget):
             self._checksums = TargetChecksums(target, self._tuning.read_rows, sweeps=self._tuning.sweeps)
-        self._tables = set[str]()  # The names of the last release's tables.
         self._applied: list[TableSpec] = []  # The tables of the last release.
         self._start: CheckpointStart | None = None  # The checkpoint to merge with the first release.
         self._bound = set[str]()  # All tables that the target has ever had.
         # Of the current stream.
         self._opened_ns = 0
-        self._requests: queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None] = queue.SimpleQueue()
-        self._assembler = ReleaseAssembler(options.max_outstanding_bytes, self._tables)
+        self._requests: _Requests = queue.SimpleQueue()
+        self._assembler = ReleaseAssembler(options.max_outstanding_bytes)
         self._moved = threading.Condition()
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
@@ -309,10 +309,20 @@ class Subscriber:
         return is_final(error) and not (followed and isinstance(error, NotPermitted | NotFound))
 
     def _subscribe(self) -> None:
-        requests: queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None] = queue.SimpleQueue()
-        requests.put(self._open())
+        options = self._options
+        message = subscribe_pb2.SubscribeOpen(
+            consumer=options.consumer,
+            replica=options.replica,
+            held=position_to_message(self._start.release.position if self._start else self.held),
+            version=position_to_message(self._told_version) if self._told_version.number else None,
+            max_outstanding_bytes=options.max_outstanding_bytes,
+            instance=self._instance,
+            guest=options.guest,
+        )
+        requests: _Requests = queue.SimpleQueue()
+        requests.put(subscribe_pb2.SubscribeRequest(open=message))
         self._requests = requests  # From here on `close` can send a goodbye.
-        self._assembler = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
+        self._assembler = ReleaseAssembler(options.max_outstanding_bytes)
         self._opened_ns, self._let_in = self._tuning.clock(), False
         endpoint = self._route.endpoint
         with endpoint.channel() as channel:
@@ -366,19 +376,6 @@ class Subscriber:
                 text = "replica %s of consumer %s could not sign off and counts as disconnected: %s"
                 logger.info(text, name, consumer, error.details())
 
-    def _open(self) -> subscribe_pb2.SubscribeRequest:
-        options = self._options
-        message = subscribe_pb2.SubscribeOpen(
-            consumer=options.consumer,
-            replica=options.replica,
-            held=position_to_message(self._start.position if self._start else self.held),
-            version=position_to_message(self._told_version) if self._told_version.number else None,
-            max_outstanding_bytes=options.max_outstanding_bytes,
-            instance=self._instance,
-            guest=options.guest,
-        )
-        return subscribe_pb2.SubscribeRequest(open=message)
-
     def _take(self, response: SubscribeResponse) -> None:
         self._connectivity.note_connected()
         if isinstance(response, ReceivedRows):
@@ -427,9 +424,8 @@ class Subscriber:
             self._readiness.note(
                 lacking="the service has no rows for its consumer yet; see its lag for the reason"
             )
-        if self._start and head == self._start.position:
+        if self._start and head == self._start.release.position:
             release = self._on_top(self._start.alone(self._assembler.tables, progress.version))
-            self._tables.update(table.name for table in release.tables)
             self._apply(release, progress)
         elif head == self.held:
             self._advance(self.held, progress)
@@ -437,7 +433,7 @@ class Subscriber:
 
     def _end_release(self, end: subscribe_pb2.ReleaseEnd) -> None:
         with _arriving():
-            release = self._assembler.end(end)
+            release = self._assembler.end(end, self._applied)
         self._apply(self._on_top(self._start.completed(release)) if self._start else release, end)
 
     def _on_top(self, release: Release | None) -> Release:

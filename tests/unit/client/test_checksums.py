@@ -220,24 +220,22 @@ def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
 def test_a_digest_that_came_damaged_is_damage_though_the_row_is_not() -> None:
     """Nobody can say which of both is right."""
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
-    with blocks_of(1):  # Of which the sweep reads the first one, which did not come.
-        checksums = TargetChecksums(target)
-        right = release.rows[0].digested()
-        assert right.digests is not None
-        wrong = replace(release, rows=[replace(right, digests=right.digests + np.array([0, 1], np.uint64))])
-        assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
+    checksums = TargetChecksums(target, 1)  # The sweep reads row 0, which did not come.
+    right = release.rows[0].digested()
+    assert right.digests is not None
+    wrong = replace(release, rows=[replace(right, digests=right.digests + np.array([0, 1], np.uint64))])
+    assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
 
 
 def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:
     """As on another stream: what was found on the one before may be repaired by now."""
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     target.apply(release)
-    with blocks_of(4):
-        checksums = TargetChecksums(target)
-        checksums.after(release)
-        assert [checksums.read_again(1, 0.0) for _ in range(2)] == [5, 1]
-        checksums.forget_question()
-        assert checksums.read_again(1, 0.0) == 5
+    checksums = TargetChecksums(target, 4)
+    checksums.after(release)
+    assert [checksums.read_again(1, 0.0) for _ in range(2)] == [5, 1]
+    checksums.forget_question()
+    assert checksums.read_again(1, 0.0) == 5
 
 
 def test_a_table_that_a_target_ceases_to_hold_is_not_taken_for_whole() -> None:

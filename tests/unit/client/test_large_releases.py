@@ -42,12 +42,11 @@ class Replica:
         self._made, self.target = made, target
         self.held = self.parts = 0
         self._checksums = None if isinstance(target, CallbackTarget) else TargetChecksums(target)
-        self._assembler = ReleaseAssembler(BUDGET, set())
+        self._assembler = ReleaseAssembler(BUDGET)
 
     def begin(self) -> None:
         """A new stream."""
-        known = {table.spec.name for table in self._made.tables}
-        self._assembler = ReleaseAssembler(BUDGET, known, part_bytes=100)
+        self._assembler = ReleaseAssembler(BUDGET, part_bytes=100)
         tables = [form_to_message(TableForm.unchanged(table.spec)) for table in self._made.tables]
         opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=tables, resync=not self.held)
         self._assembler.begin(opened, in_parts=not self.held and getattr(self.target, "takes_parts", False))
@@ -68,7 +67,7 @@ class Replica:
         sums = [tables_pb2.Checksum(slot=slot, sum=each) for slot, each in enumerate(release.checksums)]
         end = subscribe_pb2.ReleaseEnd(rows=release.rows, whole=sorted(release.whole), sums=sums)
         end.position.history, end.position.version, end.version = "h", release.head.number, release.head.number
-        checksums = self._apply(self._assembler.end(end))
+        checksums = self._apply(self._assembler.end(end, [table.spec for table in self._made.tables]))
         assert not self._assembler.wrong(checksums)
         self.held = release.head.number
 
@@ -246,7 +245,7 @@ def test_norms_go_with_their_rows() -> None:
 
 def test_rows_are_checked_against_the_digests_that_they_came_with() -> None:
     table = TableSpec("a", 9, 3)
-    assembler = ReleaseAssembler(BUDGET, set())
+    assembler = ReleaseAssembler(BUDGET)
     message = form_to_message(TableForm.unchanged(table))
     assembler.begin(subscribe_pb2.SubscribeOpened(model="clicks", tables=[message]))
     rows = RowBatch.of_table(table, np.arange(9), np.ones((9, 3), "<f4")).digested()
@@ -264,7 +263,7 @@ def test_decoded_rows_keep_no_message_in_memory() -> None:
     table = TableSpec("a", 9, 4)
     for value_type in ValueType:
         form = TableForm(table, value_type, Mode.EMBEDDINGS)
-        assembler = ReleaseAssembler(BUDGET, set())
+        assembler = ReleaseAssembler(BUDGET)
         opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=[form_to_message(form)])
         assembler.begin(opened)
         encoded = form.encode(np.ones((9, 4), "<f4"))
