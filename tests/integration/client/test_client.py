@@ -86,41 +86,32 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 
 
-def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> None:
-    rows, target = random_rows(0), NumpyTarget()
-    with (
-        publisher(running.grpc, world_size=2) as first,
-        publisher(running.grpc, rank=1, world_size=2) as second,
-        subscriber(running.grpc, target) as replica,
-    ):
-        waiting = first.publish(full(1, rows))
-        assert second.publish(full(1, rows)).result(WAIT) == waiting.result(WAIT)
-        replica.wait_for(1, WAIT)
-    assert same(target, rows)
+COLUMN = Shard(TABLES[0], 0, 1, 0, TABLES[0].dim)
 
 
-MISFITS = [
-    (
-        RowBatch(Shard(TABLES[0], 0, 1, 0, TABLES[0].dim), NOTHING, np.zeros((0, TABLES[0].dim), "<f4")),
-        "expected one of this publisher's 2 shards",
-    ),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
-]
+@pytest.mark.parametrize(
+    ("shard", "ids", "values", "said"),
+    [
+        (COLUMN, NOTHING, np.zeros((0, 4), "<f4"), "expected one of this publisher's 2 shards"),
+        (WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4"), r"values of shape \(2, 3\) and type float32"),
+        (WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4"), r"expected \(2, 4\)"),
+        (WHOLE[0], np.arange(2), np.zeros((2, 4), "<f2"), "type float16, expected .* and float32"),
+        (WHOLE[0], np.array([3.2]), np.ones((1, 4), "<f4"), "ids of type float64, expected int64"),
+        (WHOLE[0], np.array([True]), np.ones((1, 4), "<f4"), "ids of type bool, expected int64"),
+        (WHOLE[0], [1], np.ones((1, 4), "<f4"), "ids of type list, expected int64"),
+        (WHOLE[0], np.array([1]), [[1.0] * 4], "values of type list, expected a NumPy array"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_they_are_sent(
+    shard: Shard, ids: Any, values: Any, said: str
+) -> None:
+    with publisher("localhost:1") as trainer, pytest.raises(InvalidInput, match=said):
+        trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[RowBatch(shard, ids, values)]))
 
 
 def test_a_shard_that_is_announced_twice_is_refused() -> None:
     with pytest.raises(InvalidInput, match="appears twice: pass each shard once"):
         publisher("localhost:1", [*WHOLE, WHOLE[0]])
-
-
-def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningService) -> None:
-    with publisher(running.grpc) as trainer:
-        for rows, said in MISFITS:
-            with pytest.raises(InvalidInput, match=said):
-                trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
-        assert trainer.publish(full(1, random_rows(0))).result(WAIT).number == 1
 
 
 def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running: RunningService) -> None:
@@ -199,7 +190,7 @@ def test_closing_at_once_never_hangs(running: RunningService) -> None:
         assert isinstance(waiting.exception(WAIT), ServiceUnavailable)
 
 
-def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_next(tmp_path: Path) -> None:
+def test_clients_wait_for_a_service_and_go_on_with_the_next_one(tmp_path: Path) -> None:
     port, rows, target = free_port(), random_rows(0), NumpyTarget()
     resyncs: list[bool] = []
 
@@ -282,20 +273,6 @@ def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningServi
         release.rows[0].values[0] = 1
 
 
-def test_column_shards_are_published_by_what_they_hold(running: RunningService) -> None:
-    rows, target = random_rows(0), NumpyTarget()
-    shards = [[Shard(table, 0, table.rows, first, 2) for table in TABLES] for first in (0, 2)]
-    shards[1][1] = Shard(TABLES[1], 0, 30, 2, 4)
-    trainers = [publisher(running.grpc, held, rank=rank, world_size=2) for rank, held in enumerate(shards)]
-    sealed = [each.publish(full(1, rows, held)) for each, held in zip(trainers, shards, strict=True)]
-    assert {each.result(WAIT).number for each in sealed} == {1}
-    with subscriber(running.grpc, target) as replica:
-        replica.wait_for(1, WAIT)
-    assert same(target, rows)
-    for trainer in trainers:
-        trainer.close()
-
-
 Requests: TypeAlias = Iterator[publish_pb2.PublishRequest]
 Responses: TypeAlias = Iterator[publish_pb2.PublishResponse]
 Answers: TypeAlias = Callable[[Requests], Responses]
@@ -368,36 +345,9 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     assert sent == [3, 3, 1]
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "said"),
-    [
-        (np.array([3.2]), np.ones((1, 8), np.float32), "ids of type float64, expected int64"),
-        (np.array([True]), np.ones((1, 8), np.float32), "ids of type bool, expected int64"),
-        ([1], np.ones((1, 8), np.float32), "ids of type list, expected int64"),
-        (np.array([1]), [[1.0] * 8], "values of type list, expected a NumPy array"),
-    ],
-)
-def test_rows_of_other_types_are_refused_before_they_are_sent(
-    running: RunningService, ids: Any, values: Any, said: str
-) -> None:
-    with publisher(running.grpc) as trainer:
-        rows = [RowBatch(Shard.whole(TABLES[0]), ids, values)]
-        with pytest.raises(InvalidInput, match=said):
-            trainer.publish(Part(step=1, step_end_unix_ns=1, rows=rows, full=True))
-
-
-def test_closing_wakes_who_waits(running: RunningService) -> None:
+def test_close_wakes_a_thread_that_waits_for_a_version(running: RunningService) -> None:
     replica = subscriber(running.grpc, NumpyTarget())
-    woken: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            replica.wait_for(1)
-        except TimeoutError as error:
-            woken.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    replica.close()
-    waiting.join(WAIT)
-    assert len(woken) == 1
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(replica.wait_for, 1)
+        replica.close()
+        assert isinstance(waiting.exception(WAIT), TimeoutError)

@@ -172,7 +172,7 @@ def told(location: str = "") -> Iterator[tuple[str, list[tuple[str, str, str, st
         thread.join()
 
 
-def test_a_change_goes_to_the_process_that_has_the_model_with_its_body_and_rights() -> None:
+def test_a_change_follows_to_the_owner_with_its_body_and_rights() -> None:
     with told() as (owner, asked), told(owner) as (other, first):
         Admin(Endpoint(other, TOKEN)).pause_consumer("c/1", "late")
     assert first == asked == [("PUT", "/consumers/c%2F1/pause", '{"reason": "late"}', RIGHTS)]
@@ -181,13 +181,13 @@ def test_a_change_goes_to_the_process_that_has_the_model_with_its_body_and_right
 @pytest.mark.parametrize(
     "location", ["https://127.0.0.1:1", "ftp://127.0.0.1:1", "http://elsewhere.example:1", "//"]
 )
-def test_a_token_does_not_follow_to_another_scheme_or_over_plain_text_to_another_machine(location: str) -> None:
+def test_a_token_follows_to_no_other_scheme_and_to_no_insecure_machine(location: str) -> None:
     with told(location) as (address, asked), pytest.raises(ServiceUnavailable):
         Admin(Endpoint(address, TOKEN)).delete_model("clicks")
     assert asked == [("DELETE", "/models/clicks", "", RIGHTS)]
 
 
-def test_processes_that_send_a_change_to_each_other_are_not_followed_for_ever() -> None:
+def test_endless_redirects_end_with_an_error() -> None:
     with told("http://127.0.0.1:1") as (address, asked):
         with pytest.raises(ServiceUnavailable):
             Admin(Endpoint(address, TOKEN)).resume_consumer("c")

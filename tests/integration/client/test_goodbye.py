@@ -33,19 +33,6 @@ replica.until("chunk")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-_FORKED_INSIDE = """
-import os, signal, sys
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-options = SubscriberOptions(service=sys.argv[1], consumer="predictors", replica="p0")
-with Subscriber(options, NumpyTarget()) as replica:
-    replica.wait_for(1, 20)
-    child = os.fork()
-    signal.alarm(0 if child else 10)
-if not child:
-    os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
 
 def events(service: RunningService, kind: str) -> float:
     return samples_of(service)["deltasync_events_total", (("event", kind),)]
@@ -160,16 +147,6 @@ def test_of_two_of_one_name_the_older_one_stops(running: RunningService, caplog:
             older.close()  # Has nothing to say any more.
             assert events(running, "replica_replaced") == 1
             assert len(running.get_json("/consumers/predictors")["replicas"]) == 1
-
-
-def test_the_copy_in_a_forked_process_has_nothing_to_say(running: RunningService) -> None:
-    with Trainer(running.grpc) as trainer:
-        trainer.publish_all()
-        command = [sys.executable, "-c", _FORKED_INSIDE, running.grpc]
-        done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True, timeout=60)
-        assert done.stdout == "0\n", done.stderr
-        assert events(running, "replica_joined") == 1
-        assert events(running, "replica_left") == 1
 
 
 @pytest.fixture

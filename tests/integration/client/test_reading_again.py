@@ -1,5 +1,6 @@
 """Whoever asks a replica to read all of its rows again hears how they compare, table by table."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.support.command import deltasync
 from tests.support.fleet import (
     ITEM,
     USER,
@@ -25,10 +27,13 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
+from torch import nn
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
-from deltasync.client import Position, TableSpec
+from deltasync.cli.lag import BEHIND
+from deltasync.client import CallbackTarget, Position, TableSpec
 from deltasync.client.connection import Tuning
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.consumers.consumer import ReplicaVerification
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
@@ -208,3 +213,77 @@ def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> No
         grpc.StatusCode.INVALID_ARGUMENT,
         "an ack has read_again 1, which the service did not send",
     )
+
+
+def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
+    return deltasync("verify", "predictors", "--service", service.http, *arguments, token="secret")  # noqa: S106
+
+
+def test_the_command_names_the_replica_and_table_that_differ(service: RunningService, trainer: Trainer) -> None:
+    code, _, said = verify(service)
+    assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
+    good, bad = Recorder(), Recorder()
+    with (
+        follow(service, "predictors", "good", good),
+        follow(service, "predictors", "bad", bad, tuning=UNSWEPT),
+    ):
+        position = trainer.publish_all()
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        code, shown, said = verify(service)
+        assert (code, shown.count(" equal ")) == (0, 4)
+        assert said.splitlines() == [f"replica {name} is reading its rows again" for name in ("bad", "good")]
+        bad.tables["user"][7, 0] += 1
+        code, shown, _ = verify(service)
+        assert (code, shown.count(" equal "), shown.count(" differs ")) == (BEHIND, 3, 1)
+        assert "bad " in next(line for line in shown.splitlines() if "differs" in line)
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        assert verify(service, "--replica", "bad")[0] == 0
+    with follow(service, "predictors", "looks", Recorder(), guest=True) as guest:
+        guest.wait_for(position, WAIT)
+        assert "has no replicas" in verify(service)[2]  # Of guests nobody is asked.
+
+
+def test_a_replica_that_shows_nothing_hides_no_other(service: RunningService, trainer: Trainer) -> None:
+    module = nn.Module()
+    module.user = nn.EmbeddingBag(USER.rows, USER.dim)
+    position = trainer.publish_all()
+    with lost(follow(service, "predictors", "away", Recorder())) as away:
+        away.wait_for(position, WAIT)
+    with (
+        follow(service, "predictors", "good", Recorder()) as good,
+        follow(service, "predictors", "plain", CallbackTarget(lambda _: None)) as plain,
+        follow(service, "predictors", "part", TorchTarget(module, leave_out=["item"])) as part,
+    ):
+        for each in (good, plain, part):
+            each.wait_for(position, WAIT)
+        wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == 4 * [1])
+        code, shown, _ = verify(service, "--json")
+        found = json.loads(shown)
+        assert (code, {(each["replica"], each["table"]): each["status"] for each in found}) == (
+            BEHIND,
+            {
+                ("away", ""): "not shown",
+                ("good", "user"): "equal",
+                ("good", "item"): "equal",
+                ("part", "user"): "equal",
+                ("part", "item"): "not held",
+                ("plain", "user"): "not shown",
+                ("plain", "item"): "not shown",
+            },
+        )
+        assert all(bool(each["held"]) == (each["status"] == "equal") for each in found)
+        why = {each["replica"]: each["reason"] for each in found}
+        assert "away for" in why["away"]
+        code, shown, _ = verify(service)
+        assert (code, shown.count("away for"), shown.count(" equal ")) == (BEHIND, 1, 3)
+        assert "None" not in shown
+        assert verify(service, "--replica", "good")[0] == 0
+        for name in ("part", "plain", "old", "away", "nobody"):
+            code, shown, _ = verify(service, "--replica", "good", "--replica", name)
+            assert (code, shown.count(" equal ")) == (BEHIND, 3 if name == "part" else 2), name
+
+
+def test_without_a_right_there_is_one_error(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish_all()
+    code, shown, said = deltasync("verify", "predictors", "--replica", "a", "--service", service.http)
+    assert (code, shown, "DELTASYNC_TOKEN" in said) == (1, "", True)

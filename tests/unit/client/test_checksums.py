@@ -197,7 +197,7 @@ def test_a_local_target_tells_what_it_has_written_without_being_read(name: str) 
 
 
 @pytest.mark.parametrize("read_back", [False, True])
-def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
+def test_damaged_rows_are_reported_until_they_come_again(
     read_back: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
