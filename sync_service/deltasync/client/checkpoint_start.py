@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltasync.base.errors import DeltasyncError, InvalidInput, StorageFailed
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
@@ -35,8 +35,8 @@ class CheckpointStart:
 
     release: Release
 
-    def completed(self, release: Release) -> Release | None:
-        """Merge a first release into the checkpoint's rows; None if the tables are different."""
+    def completed(self, release: Release) -> Release:
+        """Merge a first release into the checkpoint's rows; ServiceUnavailable if the tables are different."""
         if release.resync:
             return release
         tables = {each.name: each for each in release.tables if not release.resets(each)}
@@ -45,11 +45,12 @@ class CheckpointStart:
             if table := tables.get(each.table.name):
                 # Tables may have grown since the checkpoint.
                 if replace(each.table, rows=table.rows) != table or each.table.rows > table.rows:
-                    return None
+                    text = "the checkpoint has other tables than the service: the replica starts empty"
+                    raise ServiceUnavailable(text)
                 rows.append(RowBatch.of_table(table, each.ids, each.values))
         return replace(release, resync=True, whole=frozenset(), rows=latest_rows([*rows, *release.rows]))
 
-    def alone(self, tables: Sequence[TableSpec], version: int) -> Release | None:
+    def alone(self, tables: Sequence[TableSpec], version: int) -> Release:
         """The checkpoint's rows as a release of `version`, if no row has changed since the checkpoint."""
         return self.completed(replace(self.release, resync=False, tables=list(tables), rows=[], version=version))
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # It has no types.
 
-from deltasync.base.clock import steady_ns
+from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.waiting import backoff
@@ -88,7 +88,7 @@ class Connectivity:
         self._since_ns, self._since_unix_ns = clock(), time.time_ns()
         self._attempts = self._connections = 0
         self._error = ""
-        self._logged: tuple[str, int] | None = None  # Error and time of the last log line.
+        self._logged = "", -FOREVER_NS  # Error and time of the last log line.
         self._outage_logged = False  # Whether the current outage has been logged.
 
     @property
@@ -125,7 +125,10 @@ class Connectivity:
         with self._lock:
             self._set(connected=False)
             self._attempts, self._error = self._attempts + 1, str(error)
-            if pause is not None and self._should_log():
+            logged, at_ns = self._logged
+            silent_seconds, new = (self._clock() - at_ns) / 1e9, logged != self._error
+            log = should_log(silent_seconds, new_error=new, new_outage=not self._outage_logged)
+            if pause is not None and log.yes:
                 self._logged, self._outage_logged = (self._error, self._clock()), True
                 text = "%s has been disconnected for %.1f s, %s failed, next attempt in %.2f s: %s"
                 failed = counted(self._attempts, "attempt")
@@ -134,13 +137,6 @@ class Connectivity:
     @property
     def _seconds(self) -> float:
         return (self._clock() - self._since_ns) / 1e9
-
-    def _should_log(self) -> bool:
-        if self._logged is None:
-            return True
-        error, at_ns = self._logged
-        seconds = (self._clock() - at_ns) / 1e9
-        return should_log(seconds, new_error=error != self._error, new_outage=not self._outage_logged).yes
 
     def _set(self, *, connected: bool) -> None:
         if self._connected != connected:

@@ -425,8 +425,8 @@ class Subscriber:
                 lacking="the service has no rows for its consumer yet; see its lag for the reason"
             )
         if self._start and head == self._start.release.position:
-            release = self._on_top(self._start.alone(self._assembler.tables, progress.version))
-            self._apply(release, progress)
+            start, self._start = self._start, None
+            self._apply(start.alone(self._assembler.tables, progress.version), progress)
         elif head == self.held:
             self._advance(self.held, progress)
             self._look_again()
@@ -434,14 +434,8 @@ class Subscriber:
     def _end_release(self, end: subscribe_pb2.ReleaseEnd) -> None:
         with _arriving():
             release = self._assembler.end(end, self._applied)
-        self._apply(self._on_top(self._start.completed(release)) if self._start else release, end)
-
-    def _on_top(self, release: Release | None) -> Release:
-        """A release merged with the checkpoint's rows."""
-        self._start = None
-        if release is None:
-            raise ServiceUnavailable("the checkpoint has other tables than the service: the replica starts empty")
-        return release
+        start, self._start = self._start, None
+        self._apply(start.completed(release) if start else release, end)
 
     def _apply(self, release: Release, message: _Message) -> None:
         """Write a release into the target and acknowledge it. `message` has its version."""

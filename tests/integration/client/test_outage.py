@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -49,10 +48,10 @@ def test_a_service_that_is_away_costs_a_trainer_only_lag(tmp_path: Path, caplog:
         assert (publisher.connection.connected, publisher.connection.attempts) == (False, 0)
         part = whole(1)
         waiting = publisher.publish(part)
-        _attempts(publisher, 10)
+        wait_for(lambda: publisher.connection.attempts >= 10)
         before = _held()
-        _attempts(publisher, 60)
-        _becomes(lambda: _held() <= before + 4)  # What ends may take a moment.
+        wait_for(lambda: publisher.connection.attempts >= 60)
+        wait_for(lambda: _held() <= before + 4)  # What ends may take a moment.
         with pytest.raises(InvalidInput, match="wait for the future of the previous part"):
             publisher.publish(whole(2))
         assert publisher.connection.last_error.startswith(address)
@@ -66,7 +65,7 @@ def test_a_service_that_is_away_costs_a_trainer_only_lag(tmp_path: Path, caplog:
             with follow(service, "predictors", "p", target):
                 wait_until_in_sync(service, "predictors", waiting.result())
             service.stop()
-            _becomes(lambda: not publisher.connection.connected)  # Though no part is under way.
+            wait_for(lambda: not publisher.connection.connected)  # Though no part is under way.
             assert publisher.connection.last_error
     assert publisher.connection.last_error == "the publisher is closed"
     gone = weakref.ref(part)
@@ -79,9 +78,9 @@ def test_a_replica_that_has_lost_its_stream_says_so_before_it_tries_again(tmp_pa
     with RunningService(tmp_path / "data") as service:
         hourly = Tuning(pauses=lambda: repeat(3600.0))
         with follow(service, "predictors", "p", NumpyTarget(), tuning=hourly) as replica:
-            _becomes(lambda: replica.connection.connected)
+            wait_for(lambda: replica.connection.connected)
             service.stop()
-            _becomes(lambda: not replica.connection.connected)
+            wait_for(lambda: not replica.connection.connected)
             assert replica.connection.attempts == 1
             assert "it reconnects" in replica.readiness.reason
 
@@ -105,10 +104,6 @@ def test_replicas_outlive_a_service_that_has_lost_their_consumer(tmp_path: Path)
                 assert (target.tables["user"] == again.rows["user"]).all()
 
 
-def _attempts(publisher: Publisher, count: int) -> None:
-    _becomes(lambda: publisher.connection.attempts >= count)
-
-
 def _held() -> int:
     """Threads and descriptors."""
     return threading.active_count() + len(os.listdir("/proc/self/fd"))
@@ -116,10 +111,3 @@ def _held() -> int:
 
 def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name.startswith("deltasync.client")]
-
-
-def _becomes(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
