@@ -44,7 +44,7 @@ RANK_STEPS = {
 }
 REPLICA_STEPS = {
     "apply": "deltasync.client.subscriber:Subscriber._apply",
-    "ack": "deltasync.client.subscriber:say",
+    "ack": "deltasync.client.subscriber:Subscriber._ack",
 }
 _STEPS = {
     "deltasync": SERVICE_STEPS | RESTORE_STEPS,

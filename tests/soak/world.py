@@ -36,7 +36,6 @@ from deltasync.client import (
     ServiceUnavailable,
     StorageFailed,
 )
-from deltasync.client.admin import fetch_lag
 from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
 from deltasync.service.backup import BackupPlace
@@ -180,7 +179,7 @@ class World:
     def lag(self, consumer: str) -> dict[str, Any] | None:
         """A consumer's lag; None while the service is away."""
         try:
-            return fetch_lag(Endpoint(f"http://{self._http}", timeout_seconds=_CALL_SECONDS), consumer)
+            return Admin(Endpoint(f"http://{self._http}", timeout_seconds=_CALL_SECONDS)).consumer(consumer)
         except (ServiceUnavailable, NotFound):
             return None
 

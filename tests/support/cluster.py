@@ -13,9 +13,8 @@ from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
 
 from deltasync.base.errors import DeltasyncError, ResyncRequired
-from deltasync.client.options import PublisherOptions, SubscriberOptions
-from deltasync.client.publisher import Part, Publisher
-from deltasync.client.subscriber import Subscriber
+from deltasync.client.publisher import Part, Publisher, PublisherOptions
+from deltasync.client.subscriber import Subscriber, SubscriberOptions
 from deltasync.client.targets.numpy_target import NumpyTarget
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch

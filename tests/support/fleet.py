@@ -167,9 +167,9 @@ def checked_ack(
 
 
 def follow(service: Reachable, consumer: str, replica: str, target: Any, **fields: Any) -> Subscriber:
-    return Subscriber(
-        SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields), target
-    )
+    tuning = fields.pop("tuning", None)
+    options = SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields)
+    return Subscriber(options, target, tuning=tuning)
 
 
 @contextmanager
@@ -178,10 +178,8 @@ def lost(subscriber: Subscriber) -> Iterator[Subscriber]:
     try:
         yield subscriber
     finally:
-        requests, subscriber._requests = subscriber._requests, None
-        assert requests
         subscriber._closing.set()
-        requests.put(None)
+        subscriber._requests.put(None)
         subscriber._thread.join(WAIT)
         subscriber._known = False
         subscriber.close()

@@ -20,7 +20,7 @@ from deltasync.cli.output import (
     watch_option,
     with_columns,
 )
-from deltasync.client.admin import Admin, EachProcess, fetch_lag, owners_lines
+from deltasync.client.admin import Admin, EachProcess, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField
 from deltasync.status.records import ReplicaStatus
@@ -343,7 +343,7 @@ def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as
     def shown(processes: EachProcess) -> list[str]:
         every = () if consumers else owners_lines(processes.answers("/consumers"), "consumer")
         names = consumers or [each["consumer"] for each in every]
-        lags = [fetch_lag(service, name) for name in names]
+        lags = [Admin(service).consumer(name) for name in names]
         lines = [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
         if as_json:
             return json_lines(lines)

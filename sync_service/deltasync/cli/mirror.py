@@ -13,10 +13,9 @@ from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.output import say
 from deltasync.cli.tail import goodbye_on_sigterm
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.options import SubscriberOptions
 from deltasync.client.shared.layout import DIRECTORY
 from deltasync.client.shared.target import SharedTarget
-from deltasync.client.subscriber import Subscriber
+from deltasync.client.subscriber import Subscriber, SubscriberOptions
 
 _LOOK_SECONDS = 0.5
 

@@ -26,7 +26,7 @@ from deltasync.cli.output import (
     watch_option,
     with_columns,
 )
-from deltasync.client.admin import EachProcess, fetch_lag, owners_lines
+from deltasync.client.admin import Admin, EachProcess, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.status.records import ConsumerStatus, ModelStatus, ReplicaStatus, TableLag, VersionStatus
 
@@ -64,7 +64,7 @@ def lag(
 
     def shown(processes: EachProcess) -> list[str]:
         answers[:] = (
-            [fetch_lag(service, name) for name in consumers]
+            [Admin(service).consumer(name) for name in consumers]
             if consumers
             else owners_lines(processes.answers("/consumers"), "consumer")
         )

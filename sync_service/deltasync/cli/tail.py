@@ -17,8 +17,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.output import say, seconds, size
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.options import SubscriberOptions
-from deltasync.client.subscriber import Subscriber
+from deltasync.client.subscriber import Subscriber, SubscriberOptions
 from deltasync.client.targets.target import Release
 from deltasync.core.rows import RowBatch
 

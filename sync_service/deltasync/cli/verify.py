@@ -12,7 +12,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import naming_versions, operator_options
 from deltasync.cli.output import json_lines, say, text_table, waiting_for
 from deltasync.cli.status import BEHIND
-from deltasync.client.admin import Admin, fetch_lag
+from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.consumers.consumer import ComparisonStatus, TableComparison
 
@@ -51,7 +51,7 @@ def verify(consumer: str, replicas: Sequence[str], timeout: float, as_json: bool
 
 def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
     """The replicas of a consumer except guests; for each that is away, the reason, else ''."""
-    replicas = [each for each in fetch_lag(service, consumer)["replicas"] if not each["guest"]]
+    replicas = [each for each in Admin(service).consumer(consumer)["replicas"] if not each["guest"]]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
     return {each["replica"]: "" if each["connected"] else each["reason"] or "away" for each in replicas}

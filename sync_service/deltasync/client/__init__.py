@@ -2,7 +2,7 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public names are everything in `__all__`, `deltasync.client.admin.fetch_lag`, and in `deltasync.client.targets`:
+Public names are everything in `__all__`, and in `deltasync.client.targets`:
 
 - with torch: `torch_target.TorchTarget` and `torch_compiled.CompiledModule`
 - with redis: `redis_target.RedisTarget` and `redis_rows.RedisRows`
@@ -15,6 +15,7 @@ import os
 # Set this before gRPC is imported. Under load, gRPC's fork handlers damage open streams of the parent within
 # seconds (grpc/grpc#18075, #31885). Without the handlers a fork leaves the streams alone; see `connection`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 
 from deltasync.base.decision import Decision
 from deltasync.base.errors import (
@@ -34,11 +35,10 @@ from deltasync.base.errors import (
 from deltasync.client.admin import Admin
 from deltasync.client.connection import Connection
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.options import PublisherOptions, SubscriberOptions
-from deltasync.client.publisher import Part, Publisher
+from deltasync.client.publisher import Part, Publisher, PublisherOptions
 from deltasync.client.shared.reader import SharedReader, SharedReading
 from deltasync.client.shared.target import SharedTarget
-from deltasync.client.subscriber import Subscriber
+from deltasync.client.subscriber import Subscriber, SubscriberOptions
 from deltasync.client.targets.keyed_table import KeyedRows, KeyedTable
 from deltasync.client.targets.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.targets.numpy_target import NumpyTarget, TableReading

@@ -6,12 +6,9 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.core.policy import Policy
 from deltasync.core.rows import row_ids
-
-__all__ = ["fetch_lag"]
 
 _DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
@@ -20,8 +17,10 @@ class Admin:
     """Manage the consumers, models, rows and processes of a service over HTTP. Needs `deltasync[service]`.
 
     Each call opens a connection. Answers are dicts, or lists of dicts, with the keys in the service's
-    /openapi.json. Every method raises NotPermitted without the role that it needs, and ServiceUnavailable if the
-    service cannot be reached.
+    /openapi.json. `timeout_seconds` limits the duration of a call.
+
+    Every method raises NotFound if the service does not know what an argument names, NotPermitted without the role
+    that it needs, and ServiceUnavailable if the service cannot be reached.
     """
 
     def __init__(self, service: Endpoint | str) -> None:
@@ -53,7 +52,6 @@ class Admin:
         """Give a consumer another policy; its replicas keep their offsets.
 
         Raises:
-            NotFound: no such consumer.
             InvalidInput: the policy does not suit the model's tables.
         """
         return self._object("PUT", f"{_consumer(name)}/policy", policy.as_dict())
@@ -62,45 +60,31 @@ class Admin:
         """A consumer: its state, its lag and its policy, its replicas and its tables.
 
         Raises:
-            NotFound: no such consumer.
             ServiceUnavailable: its model is still recovering.
         """
         return self._object("GET", _consumer(name))
 
     def delete_consumer(self, name: str) -> None:
-        """Delete a consumer with its offsets and its view.
-
-        Raises:
-            NotFound: no such consumer.
-        """
+        """Delete a consumer with its offsets and its view."""
         self._ask("DELETE", _consumer(name))
 
     def pause_consumer(self, name: str, reason: str = "") -> None:
         """Keep a consumer's replicas at their version until the consumer is resumed.
 
         Raises:
-            NotFound: no such consumer.
             InvalidInput: the reason has more than 400 characters or several lines.
         """
         self._ask("PUT", f"{_consumer(name)}/pause", {"reason": reason})
 
     def resume_consumer(self, name: str) -> None:
-        """Resume a paused consumer: its replicas get the current rows.
-
-        Raises:
-            NotFound: no such consumer.
-        """
+        """Resume a paused consumer: its replicas get the current rows."""
         self._ask("DELETE", f"{_consumer(name)}/pause")
 
     def follow_version(self, consumer: str, version: str | int) -> None:
         """Let a consumer's replicas get exactly a kept version until it follows another one.
 
         Args:
-            consumer: the name of the consumer.
             version: the name or number of a kept version of its model; "live" = the newest version again.
-
-        Raises:
-            NotFound: no such consumer, or no such kept version.
         """
         self._ask("PUT", f"{_consumer(consumer)}/version", {"version": str(version)})
 
@@ -118,7 +102,6 @@ class Admin:
         these have gone on for that long since without an objection.
 
         Args:
-            consumer: the name of the consumer.
             after: the name of the other consumer, of the same model.
             behind_seconds: the distance.
             on_objection: whether to stay at the version on an objection, or to go back to the one before.
@@ -143,29 +126,20 @@ class Admin:
         """Raise an objection to what a consumer serves: consumers that follow it get no later version.
 
         Raises:
-            NotFound: no such consumer.
             InvalidInput: the reason is empty, has more than 400 characters or several lines.
         """
         self._ask("POST", f"{_consumer(consumer)}/object", {"reason": reason})
 
     def withdraw_objection(self, consumer: str) -> None:
-        """Withdraw the objection of a consumer.
-
-        Raises:
-            NotFound: no such consumer.
-        """
+        """Withdraw the objection of a consumer."""
         self._ask("DELETE", f"{_consumer(consumer)}/object")
 
     def history(self, consumer: str, since_seconds: float = 3600.0, last: int = 1000) -> list[dict[str, Any]]:
         """The history of a consumer: which version each replica served, by time, oldest first.
 
         Args:
-            consumer: the name of the consumer.
             since_seconds: how far to look back.
             last: the maximum number of lines; the newest ones count.
-
-        Raises:
-            NotFound: no such consumer.
         """
         return list(self.history_lines(consumer, since_seconds, last))
 
@@ -186,7 +160,6 @@ class Admin:
         """Forget a disconnected replica, which then no longer counts for lag.
 
         Raises:
-            NotFound: no such consumer or replica.
             Contradiction: the replica is connected.
         """
         self._ask("DELETE", _replica(consumer, replica))
@@ -195,7 +168,6 @@ class Admin:
         """Delete a model with its tables, log and checkpoints.
 
         Raises:
-            NotFound: no such model.
             Contradiction: a rank publishes the model, or a consumer follows it.
         """
         self._ask("DELETE", _model(name))
@@ -204,7 +176,6 @@ class Admin:
         """Remove the log of a model that the service cannot recover. Its trainer then publishes every row.
 
         Raises:
-            NotFound: no such model.
             ServiceUnavailable: it is still recovering, and may succeed.
             Contradiction: it is recovered.
         """
@@ -214,7 +185,6 @@ class Admin:
         """Delete a table of a model. Replicas no longer get it.
 
         Raises:
-            NotFound: no such model or table.
             Contradiction: a rank publishes the table, another table belongs to it, or consumers that are paused
                 or follow a kept version may have it.
         """
@@ -231,7 +201,6 @@ class Admin:
         of its next cuts. Not every trainer supports deletes.
 
         Args:
-            model: the model.
             table: one of its embedding tables.
             ids: 1 to 100,000 global row ids, integers in any order.
 
@@ -239,7 +208,6 @@ class Admin:
             The request: its number of rows, and what it waits for.
 
         Raises:
-            NotFound: no such model or table.
             InvalidInput: no ids or too many, an id that is no integer or outside of the table, or not an embedding
                 table.
             Contradiction: too many deletes of the model are pending.
@@ -249,14 +217,13 @@ class Admin:
 
     def pending_deletes(self) -> list[dict[str, Any]]:
         """The pending deletes of all processes, each with the reason why it is pending."""
-        return self._lines("/deletes", "model", "asked_unix_ns")
+        return joined(self._of_each("GET", "/deletes"), "model", "asked_unix_ns")
 
     def backup(self, url: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
         """Back up a running service. Its log shows the progress.
 
         Args:
             url: a new or empty folder: an absolute path on the service's machine, or a URL of object storage.
-            timeout_seconds: maximum duration.
 
         Returns:
             The models of the complete backup with their versions, and the size of their checkpoints in bytes.
@@ -273,9 +240,6 @@ class Admin:
 
         Each process logs its progress.
 
-        Args:
-            timeout_seconds: maximum duration.
-
         Returns:
             A report for each model, and one with an empty name for the log: the data that was read, and the
             damage.
@@ -285,26 +249,16 @@ class Admin:
     def verify_replica(self, consumer: str, replica: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
         """Compare all rows of a replica with the service's. The service sends different rows again.
 
-        Args:
-            consumer: the name of its consumer.
-            replica: its name.
-            timeout_seconds: maximum duration.
-
         Returns:
             The replica's version of the model, and the result for each table.
 
         Raises:
-            NotFound: no such consumer or replica.
             Contradiction: the replica is disconnected, or has no rows yet.
         """
         return self._object("POST", f"{_replica(consumer, replica)}/verify", None, timeout_seconds)
 
     def make_checkpoint(self, model: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
         """Write a checkpoint of a model now, and copy it to the service's URL for checkpoints if it has one.
-
-        Args:
-            model: the model.
-            timeout_seconds: maximum duration.
 
         Returns:
             Version of the checkpoint, its bytes, and the bytes that are new in it.
@@ -319,9 +273,7 @@ class Admin:
         """Keep the newest version of a model: write a checkpoint that stays until the version is released.
 
         Args:
-            model: the model.
             name: a name for the version; may be empty.
-            timeout_seconds: maximum duration.
 
         Returns:
             The kept version.
@@ -334,20 +286,12 @@ class Admin:
         return self._object("POST", f"{_model(model)}/versions", {"name": name}, timeout_seconds)
 
     def kept_versions(self, model: str) -> list[dict[str, Any]]:
-        """The kept versions of a model, oldest first.
-
-        Raises:
-            NotFound: no such model.
-        """
+        """The kept versions of a model, oldest first."""
         lines: list[dict[str, Any]] = self._ask("GET", f"{_model(model)}/versions")
         return lines
 
     def release_version(self, model: str, version: str | int) -> None:
-        """Stop keeping a version of a model, given by its name or number.
-
-        Raises:
-            NotFound: no such model, or no such kept version.
-        """
+        """Stop keeping a version of a model, given by its name or number."""
         self._ask("DELETE", f"{_model(model)}/versions/{_quoted(str(version))}")
 
     def roll_back(
@@ -364,16 +308,13 @@ class Admin:
         unless they go on from that version or an earlier one: see `deltasync.trainer.load_export`.
 
         Args:
-            model: the model.
             version: the name or number of a kept version.
-            timeout_seconds: maximum duration.
             accept_any: also admit trainers without a DeltaSync state, which publish all their rows.
 
         Returns:
             The number of the new version.
 
         Raises:
-            NotFound: no such model, or no such kept version.
             Contradiction: the version belongs to a past that the model has discarded, for example after a restore.
             StorageFailed: the version cannot be read, or there is no room.
         """
@@ -381,16 +322,7 @@ class Admin:
         return int(self._object("POST", f"{_model(model)}/rollback", body, timeout_seconds)["version"])
 
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
-        """Move a model to another process of the service. The service writes a checkpoint first.
-
-        Args:
-            model: the model.
-            process: the name of that process.
-            timeout_seconds: maximum duration.
-
-        Raises:
-            NotFound: no such model or process.
-        """
+        """Move a model to another process of the service. The service writes a checkpoint first."""
         self._ask("POST", f"{_model(model)}/move", {"process": process}, timeout_seconds)
 
     def drain_process(self, process: str = "", timeout_seconds: float = _DAY_SECONDS) -> list[str]:
@@ -398,24 +330,18 @@ class Admin:
 
         Args:
             process: its name. May be empty if the endpoint has a single address: the process at that address.
-            timeout_seconds: maximum duration.
 
         Returns:
             The names of the models.
 
         Raises:
             InvalidInput: no name, and several addresses.
-            NotFound: no such process.
             Contradiction: no other process could own the models.
         """
         if not process and len(self._endpoint.alone()) > 1:
             raise InvalidInput("the endpoint has several addresses: name the process to drain")
         models: list[str] = self._object("POST", "/drain", {"process": process}, timeout_seconds)["models"]
         return models
-
-    def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """Join the lists of all processes, sorted by the keys `by`; raises as `_of_each` does."""
-        return joined(self._of_each("GET", path), *by)
 
     def _of_each(
         self, method: str, path: str, patience_seconds: float | None = None
@@ -437,11 +363,6 @@ class Admin:
 
     def _ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
         return Route(self._endpoint).ask(method, path, body, patience_seconds)
-
-
-def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
-    """Read the status of a consumer; the same as `Admin(service).consumer(consumer)`."""
-    return Admin(service).consumer(consumer)
 
 
 def _consumer(name: str) -> str:
@@ -506,11 +427,19 @@ class EachProcess:
         return joined(self.answers(path), *by)
 
     def _alive(self) -> dict[str, Endpoint]:
-        """The endpoints of the processes that are alive, by name."""
+        """The endpoints of the processes that are alive, by name. The one that has sent the list keeps its own."""
         if self._processes is None:
             answered, lines = self._listed()
             self.unowned = sorted({model for each in lines for model in each["unowned"]})
-            self._processes = self._named([each for each in lines if each["alive"]], answered)
+            self._processes = {}
+            for each in lines:
+                name, owner = str(each["process"]), Owner(str(each["process"]), "", str(each["http"]))
+                try:
+                    if each["alive"]:
+                        self._processes[name] = answered if each["here"] else answered.at(owner)
+                except InvalidInput as error:
+                    self.missing[name] = str(error)
+            self._processes = self._processes or {"": answered}
         return self._processes
 
     def _listed(self) -> tuple[Endpoint, list[dict[str, Any]]]:
@@ -529,17 +458,6 @@ class EachProcess:
         if report is None:
             raise error
         return report
-
-    def _named(self, lines: list[dict[str, Any]], answered: Endpoint) -> dict[str, Endpoint]:
-        """The endpoints of processes by name. `answered` stays the endpoint of the process that sent the list."""
-        endpoints = dict[str, Endpoint]()
-        for each in lines:
-            name, http = str(each["process"]), str(each["http"])
-            try:
-                endpoints[name] = answered if each["here"] else answered.at(Owner(name, "", http))
-            except InvalidInput as error:
-                self.missing[name] = str(error)
-        return endpoints or {"": answered}
 
 
 def joined(lists: Iterable[Iterable[dict[str, Any]]], *by: str) -> list[dict[str, Any]]:

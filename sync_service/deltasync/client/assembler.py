@@ -1,7 +1,7 @@
 """Assemble releases from the chunks of one stream."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,14 +21,16 @@ from deltasync.wire.messages import (
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, Columns
 
+logger = logging.getLogger(__name__)
+
 
 def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
-    """Rows in order of arrival, each row only as it arrived last. Empties `batches`.
-
-    Raises:
-        IndexError: batches of a table overlap, and a row id is outside of it.
-    """
-    overlapping = _overlapping_tables(batches)
+    """Rows in order of arrival, each row only as it arrived last. Empties `batches`."""
+    by_table = dict[str, list[RowBatch]]()
+    for batch in filter(len, batches):
+        by_table.setdefault(batch.table.name, []).append(batch)
+    overlapping = {name for name, some in by_table.items() if not disjoint(sorted(some, key=first_id))}
+    del by_table  # It would keep the batches in memory.
     seen = dict[str, Mask]()
     latest = list[RowBatch]()
     while batches:  # From the end. This frees each batch as soon as its rows are copied.
@@ -38,28 +40,14 @@ def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
                 seen[name] = np.zeros(batch.table.rows, np.bool_)
             new = ~seen[name][batch.ids]
             seen[name][batch.ids] = True
-            batch = batch if new.all() else _some(batch, new)
+            if batch.deleted and not new.all():
+                batch = RowBatch.deletes(batch.shard, batch.ids[new])
+            elif not new.all():
+                norms = None if batch.norms is None else batch.norms[new]
+                batch = replace(batch, ids=batch.ids[new], values=batch.values[new], norms=norms, digests=None)
         if len(batch):
             latest.append(batch)
     return latest[::-1]
-
-
-def _overlapping_tables(batches: Iterable[RowBatch]) -> set[str]:
-    """Names of the tables whose batches overlap, so that a row may be in several."""
-    by_table = dict[str, list[RowBatch]]()
-    for batch in filter(len, batches):
-        by_table.setdefault(batch.table.name, []).append(batch)
-    return {name for name, some in by_table.items() if not disjoint(sorted(some, key=first_id))}
-
-
-def _some(batch: RowBatch, which: Mask) -> RowBatch:
-    if batch.deleted:
-        return RowBatch.deletes(batch.shard, batch.ids[which])
-    norms = None if batch.norms is None else batch.norms[which]
-    return replace(batch, ids=batch.ids[which], values=batch.values[which], norms=norms, digests=None)
-
-
-logger = logging.getLogger(__name__)
 
 
 class ReleaseAssembler:
@@ -68,17 +56,19 @@ class ReleaseAssembler:
     Attributes:
         received_bytes: bytes of ids and values so far.
         model_history: the history of the model's versions.
+        tables: the tables of this stream in the target's form, by slot.
+        has_values: whether rows have values. Only then can a target prove its content with checksums.
     """
 
-    def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` has the tables of the last release, also from earlier streams. Each release updates it."""
+    def __init__(self, max_outstanding_bytes: int, part_bytes: int | None = None) -> None:
         self.received_bytes = 0
         self.model_history = ""
-        self._known = known
+        self.tables: list[TableSpec] = []
+        self.has_values = True
         self._model = ""
         self._acked_bytes = self._ended_bytes = 0
         # Parts of this size cost next to nothing, and most models arrive in one piece.
-        self._part_bytes = 4 * max_outstanding_bytes
+        self._part_bytes = part_bytes or 4 * max_outstanding_bytes
         # Unacknowledged bytes must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
         self._resync = self._in_parts = False
@@ -88,6 +78,7 @@ class ReleaseAssembler:
         self._forms: list[TableForm] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
+        self._slots: dict[str, int] = {}
         self._checksums: dict[str, int] = {}
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened, *, in_parts: bool = False) -> None:
@@ -97,20 +88,20 @@ class ReleaseAssembler:
         mode = mode_from_message(opened.mode)
         self._forms = [form_from_message(table, mode) for table in opened.tables]
         self._shards = [Shard.whole(form.wire_spec) for form in self._forms]
+        self._slots = {form.spec.name: slot for slot, form in enumerate(self._forms)}
+        self.tables = [form.replica_spec for form in self._forms]
+        self.has_values = mode is Mode.EMBEDDINGS
         self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
     def add(self, slot: int, columns: Columns) -> bool:
-        """Add rows of the table `slot`; return whether it is time to return credit.
-
-        Raises:
-            InvalidInput: the table is unknown, or the rows have another size.
-            Damaged: rows do not match their digests.
-        """
+        """Check and add rows of the table `slot`; return whether it is time to return credit."""
         batch = columns.rows_of(slot, self._shards)
         batch.check_digests()
-        self._rows.append(_decoded(batch, self._forms[slot]))
+        rows = _decoded(batch, self._forms[slot])
+        self._rows.append(rows)
         self._arrived_rows += len(batch)
-        self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
+        if self._in_parts and _goes_ahead(rows):
+            self._waiting_bytes += rows.nbytes
         self.received_bytes += batch.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
         if due:
@@ -136,16 +127,16 @@ class ReleaseAssembler:
         self._waiting_bytes, self._continues = 0, True
         return part
 
-    def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
-        """The whole release, or the last part of a first copy.
-
-        Raises:
-            InvalidInput: rows are missing.
-        """
+    def end(self, end: subscribe_pb2.ReleaseEnd, before: Sequence[TableSpec] = ()) -> Release:
+        """The whole release, or the last part of a first copy. `before` has the tables of the last release."""
         if self._arrived_rows != end.rows:
             arrived = f"{self._arrived_rows} of {end.rows} rows arrived"
             raise InvalidInput(f"release of version {end.position.version}: {arrived}")
         rows, self._rows = self._rows, []
+        # The tables to reset: those that the service names, and those that are new on this stream.
+        whole = {self.tables[slot].name for slot in end.whole}
+        if before:
+            whole |= self._slots.keys() - {each.name for each in before}
         release = Release(
             position=position_from_message(end.position),
             step=end.step,
@@ -153,7 +144,7 @@ class ReleaseAssembler:
             resync=self._resync,
             tables=self.tables,
             rows=latest_rows(rows),
-            whole=self._whole(end),
+            whole=frozenset(whole),
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
@@ -164,34 +155,16 @@ class ReleaseAssembler:
         self._resync = self._in_parts = self._continues = False
         self._waiting_bytes = self._arrived_rows = 0
         self._ended_bytes = self.received_bytes
-        self._checksums = {self._forms[each.slot].spec.name: each.sum for each in end.sums}
-        self._known.clear()
-        self._known.update(form.spec.name for form in self._forms)
+        self._checksums = {self.tables[each.slot].name: each.sum for each in end.sums}
         return release
-
-    def _whole(self, end: subscribe_pb2.ReleaseEnd) -> frozenset[str]:
-        """The tables to reset: tables that the service names, and tables that are new on this stream."""
-        new = {form.spec.name for form in self._forms} - self._known if self._known else set()
-        return frozenset(new.union(self._forms[slot].spec.name for slot in end.whole))
-
-    @property
-    def tables(self) -> list[TableSpec]:
-        """The tables of this stream, by slot."""
-        return [form.replica_spec for form in self._forms]
-
-    @property
-    def has_values(self) -> bool:
-        """Whether rows have values. Only then can a target prove its content with checksums."""
-        return all(form.mode is Mode.EMBEDDINGS for form in self._forms)
 
     def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
         """Checksums of tables by slot instead of by name."""
-        slots = {form.spec.name: slot for slot, form in enumerate(self._forms)}
-        return {slots[name]: checksum for name, checksum in checksums.items()}
+        return {self._slots[name]: checksum for name, checksum in checksums.items()}
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
         """Slots of the tables that are not in `bound`."""
-        return [slot for slot, form in enumerate(self._forms) if form.spec.name not in bound]
+        return [slot for name, slot in self._slots.items() if name not in bound]
 
     def wrong(self, checksums: Mapping[str, int]) -> list[str]:
         """Names of the tables whose checksum differs from the service's for this stream's last release."""

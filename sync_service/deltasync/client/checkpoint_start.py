@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltasync.base.errors import DeltasyncError, InvalidInput, StorageFailed
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
@@ -31,41 +31,32 @@ class CheckpointStart:
 
     The replica reports this position to the service. It merges the service's first release into the checkpoint's
     rows before it applies anything.
-
-    Attributes:
-        release: all rows of the checkpoint for the replica.
     """
 
     release: Release
 
-    @property
-    def position(self) -> Position:
-        """The position that the replica reports to the service."""
-        return self.release.position
-
-    def completed(self, release: Release) -> Release | None:
-        """Merge a first release into the checkpoint's rows; None if the tables are different."""
+    def completed(self, release: Release) -> Release:
+        """Merge a first release into the checkpoint's rows; ServiceUnavailable if the tables are different."""
         if release.resync:
             return release
         tables = {each.name: each for each in release.tables if not release.resets(each)}
-        rows = [each for each in self.release.rows if each.table.name in tables]
-        if any(not _fits(each.table, tables[each.table.name]) for each in rows):
-            return None
-        # Tables may have grown since the checkpoint.
-        rows = [RowBatch.of_table(tables[each.table.name], each.ids, each.values) for each in rows]
+        rows = list[RowBatch]()
+        for each in self.release.rows:
+            if table := tables.get(each.table.name):
+                # Tables may have grown since the checkpoint.
+                if replace(each.table, rows=table.rows) != table or each.table.rows > table.rows:
+                    text = "the checkpoint has other tables than the service: the replica starts empty"
+                    raise ServiceUnavailable(text)
+                rows.append(RowBatch.of_table(table, each.ids, each.values))
         return replace(release, resync=True, whole=frozenset(), rows=latest_rows([*rows, *release.rows]))
 
-    def alone(self, tables: Sequence[TableSpec], version: int) -> Release | None:
+    def alone(self, tables: Sequence[TableSpec], version: int) -> Release:
         """The checkpoint's rows as a release of `version`, if no row has changed since the checkpoint."""
         return self.completed(replace(self.release, resync=False, tables=list(tables), rows=[], version=version))
 
 
 def read_start(url: str, consumer: str) -> CheckpointStart | None:
-    """Read the newest usable checkpoint for a consumer's replica; None if there is none.
-
-    Raises:
-        InvalidInput: the URL's scheme is not supported, or its package is not installed.
-    """
+    """Read the newest usable checkpoint for a consumer's replica; None if there is none."""
     try:
         for store, manifest in _manifests(url, consumer):
             try:
@@ -100,32 +91,36 @@ def _manifests(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Mani
 
 
 def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> CheckpointStart | None:
-    """Read the rows of a consumer's replicas from a checkpoint; None if the consumer's mode is `ids`.
-
-    Raises:
-        StorageFailed: the checkpoint cannot be read.
-    """
+    """Read the rows of a consumer's replicas from a checkpoint; None if the consumer's mode is `ids`."""
     try:
         view = manifest.states.get(consumer, {})
         owner = consumer if view.get("head") else ""  # Without a view, replicas have the model's own tables.
-        forms = _of_view(manifest, consumer, view) if owner else _of_model(manifest)
+        own = {each.slot: spec_of_record(each.record) for each in manifest.tables if not each.key.owner}
+        forms = {slot: TableForm.unchanged(spec) for slot, spec in own.items()}
+        if owner:
+            forms = _of_view(manifest, consumer, view)
         if any(form.mode is Mode.IDS for form in forms.values()):
             return None
         tables = {slot: _Rows(each) for slot, each in forms.items()}
         for entry, chunk in store.rows_of(manifest, owner):
             if entry.slot in tables:
                 tables[entry.slot].put(chunk)
-        history = manifest.histories[owner]
-        release = _release(manifest.model, history, manifest.states[owner]["head"], list(tables.values()))
+        head = manifest.states[owner]["head"]
+        release = Release(
+            position=Position(manifest.histories[owner], head["number"], head["seal"]),
+            step=head["step"],
+            step_end_unix_ns=head["step_end_unix_ns"],
+            resync=True,
+            tables=[each.spec for each in tables.values()],
+            rows=[batch for each in tables.values() for batch in each.batches()],
+            version=head["version"],
+            event_time_unix_ns=head["event_time_unix_ns"],
+            model=manifest.model,
+            kept=head["kept"],
+        )
     except (DeltasyncError, LookupError, TypeError, ValueError) as error:
         raise StorageFailed(f"checkpoint {manifest.name} cannot be read: {error}") from error
     return CheckpointStart(release)
-
-
-def _of_model(manifest: "Manifest") -> dict[int, TableForm]:
-    """How replicas get each table of a model, by the table's slot in the checkpoint."""
-    entries = (each for each in manifest.tables if not each.key.owner)
-    return {each.slot: TableForm.unchanged(spec_of_record(each.record)) for each in entries}
 
 
 def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, TableForm]:
@@ -142,17 +137,13 @@ def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> di
 
 
 class _Rows:
-    """The rows of one table while they are read."""
+    """The rows of one table while they are read. `spec` is the table in the replicas' form."""
 
     def __init__(self, form: TableForm) -> None:
+        self.spec = form.replica_spec
         self._form, spec = form, form.encoded_spec
         self._encoded = np.zeros((spec.rows, spec.dim), spec.dtype)
         self._there = np.zeros(spec.rows, np.bool_)
-
-    @property
-    def held(self) -> TableSpec:
-        """The table in the replicas' form."""
-        return self._form.replica_spec
 
     def put(self, chunk: "CheckpointChunk") -> None:
         """Set or delete rows."""
@@ -167,24 +158,4 @@ class _Rows:
         for start in range(0, len(self._there), size):
             ids = start + np.flatnonzero(self._there[start : start + size])
             if len(ids):
-                yield RowBatch.of_table(self.held, ids, self._form.held(self._encoded[ids]))
-
-
-def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence[_Rows]) -> Release:
-    return Release(
-        position=Position(history, head["number"], head["seal"]),
-        step=head["step"],
-        step_end_unix_ns=head["step_end_unix_ns"],
-        resync=True,
-        tables=[each.held for each in tables],
-        rows=[batch for each in tables for batch in each.batches()],
-        version=head["version"],
-        event_time_unix_ns=head["event_time_unix_ns"],
-        model=model,
-        kept=head["kept"],
-    )
-
-
-def _fits(of_checkpoint: TableSpec, now: TableSpec) -> bool:
-    """Whether a table is the same or has only grown."""
-    return replace(of_checkpoint, rows=now.rows) == now and of_checkpoint.rows <= now.rows
+                yield RowBatch.of_table(self.spec, ids, self._form.held(self._encoded[ids]))

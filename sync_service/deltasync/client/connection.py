@@ -1,23 +1,51 @@
-"""The connection state of publishers and subscribers, and checks for forked processes."""
+"""Connections of publishers and subscribers: their state, silence of the service, and forked processes."""
 
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Generic, Self, TypeVar
 
+import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # It has no types.
 
-from deltasync.base.clock import steady_ns
+from deltasync.base.clock import FOREVER_NS, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.base.waiting import backoff
 from deltasync.base.words import counted
+from deltasync.core.rows import BLOCK_ROWS
+from deltasync.wire.row_messages import MESSAGES_IN_TIME, is_alive
 
 logger = logging.getLogger(__name__)
 
 # Shortest time between log lines about failed attempts: for a new error, for a new outage, and otherwise.
 _NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.0
+
+Response = TypeVar("Response")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The clock, pauses and sizes of a client. Tests pass other ones.
+
+    Attributes:
+        clock: monotonic time in nanoseconds.
+        pauses: makes the pauses between attempts to connect, in seconds.
+        read_seconds: how long the verification of all rows lasts before the replica applies new releases.
+        read_rows: number of rows that a verification reads at once.
+        sweeps: whether each release verifies some other rows, too.
+    """
+
+    clock: Callable[[], int] = steady_ns
+    pauses: Callable[[], Iterator[float]] = backoff
+    read_seconds: float = 0.1
+    read_rows: int = BLOCK_ROWS
+    sweeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,15 +80,15 @@ class Connection:
 class Connectivity:
     """Tracks and logs the connections of one client. Safe to use from any thread."""
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, clock: Callable[[], int] = steady_ns) -> None:
         """`who` names the client in the log."""
-        self._who = who
+        self._who, self._clock = who, clock
         self._lock = threading.Lock()
         self._connected = False
-        self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
+        self._since_ns, self._since_unix_ns = clock(), time.time_ns()
         self._attempts = self._connections = 0
         self._error = ""
-        self._logged: tuple[str, int] | None = None  # Error and time of the last log line.
+        self._logged = "", -FOREVER_NS  # Error and time of the last log line.
         self._outage_logged = False  # Whether the current outage has been logged.
 
     @property
@@ -77,10 +105,13 @@ class Connectivity:
     def note_connected(self) -> None:
         """Record that the service has answered."""
         with self._lock:
+            if self._connected:
+                return
             if self._outage_logged:
                 text = "%s is connected again, after %.1f s and %s"
                 logger.info(text, self._who, self._seconds, counted(self._attempts, "failed attempt"))
             self._outage_logged = False
+            self._connections += 1
             self._set(connected=True)
 
     def note_lost(self, error: DeltasyncError) -> None:
@@ -94,37 +125,29 @@ class Connectivity:
         with self._lock:
             self._set(connected=False)
             self._attempts, self._error = self._attempts + 1, str(error)
-            if pause is not None and self._should_log():
-                self._logged, self._outage_logged = (self._error, steady_ns()), True
+            logged, at_ns = self._logged
+            silent_seconds, new = (self._clock() - at_ns) / 1e9, logged != self._error
+            log = should_log(silent_seconds, new_error=new, new_outage=not self._outage_logged)
+            if pause is not None and log.yes:
+                self._logged, self._outage_logged = (self._error, self._clock()), True
                 text = "%s has been disconnected for %.1f s, %s failed, next attempt in %.2f s: %s"
                 failed = counted(self._attempts, "attempt")
                 logger.warning(text, self._who, self._seconds, failed, pause, self._error)
 
     @property
     def _seconds(self) -> float:
-        return (steady_ns() - self._since_ns) / 1e9
-
-    def _should_log(self) -> bool:
-        if self._logged is None:
-            return True
-        error, at_ns = self._logged
-        seconds = (steady_ns() - at_ns) / 1e9
-        return should_log(seconds, new_error=error != self._error, new_outage=not self._outage_logged).yes
+        return (self._clock() - self._since_ns) / 1e9
 
     def _set(self, *, connected: bool) -> None:
         if self._connected != connected:
             self._connected, self._attempts = connected, 0
-            self._connections += connected
-            self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
+            self._since_ns, self._since_unix_ns = self._clock(), time.time_ns()
 
 
 def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> Decision:
-    """Decide whether to log a failed attempt.
+    """Decide whether to log a failed attempt, by the time since the last log line.
 
-    Args:
-        silent_seconds: time since the last log line.
-        new_error: whether that line was about another error.
-        new_outage: whether the client has been connected since that line.
+    `new_error`: that line was about another error. `new_outage`: the client has been connected since.
     """
     if new_error and silent_seconds >= _NEW_ERROR_SECONDS:
         return Decision(True, "the error is a new one")
@@ -133,6 +156,74 @@ def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> D
     if silent_seconds >= _SAME_OUTAGE_SECONDS:
         return Decision(True, "the last line is old")
     return Decision(False, "the last line is recent")
+
+
+class LiveStream(Generic[Response]):
+    """Iterates over a call's responses. Ends the call if the service sends nothing for too long.
+
+    A ping would not show that: a proxy answers it, even if the connection behind the proxy is dead. Silence counts
+    only while the caller waits for a response. A thread puts `alive` into the requests, also while the caller is
+    busy.
+    """
+
+    def __init__(
+        self, call: Any, name: str, first_seconds: float, requests: "SimpleQueue[Any]", alive: Any
+    ) -> None:
+        """Wait `first_seconds` for the first response, which tells how long to wait for others."""
+        self._call, self._name, self._requests, self._alive = call, name, requests, alive
+        self._seconds = first_seconds
+        self._told = self._waiting = self._silent = self._closed = False
+        self._received = 0
+        self._changed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="deltasync-silence", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Response:
+        """The next response; ServiceUnavailable if the service is silent, grpc.RpcError if the call has failed."""
+        self._waiting = True
+        try:
+            while is_alive(response := next(self._call)):
+                self._received += 1
+                if not self._told:
+                    self._seconds, self._told = response.alive.within_seconds, True
+                    self._changed.set()
+        except grpc.RpcError:
+            if self._silent:
+                text = (
+                    f"{self._name} has sent nothing for {self._seconds:.15g} s, so its connection counts as dead"
+                )
+                raise ServiceUnavailable(f"{text}; this client opens a new one") from None
+            raise
+        else:
+            return response  # type: ignore[no-any-return]  # gRPC has no types
+        finally:
+            self._received += 1
+            self._waiting = False
+
+    def close(self) -> None:
+        """End the thread. Cancel the call before."""
+        self._closed = True
+        self._changed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        received = missed = 0
+        while not self._closed:
+            if self._changed.wait(self._seconds / MESSAGES_IN_TIME):
+                self._changed.clear()
+            else:
+                # Count intervals, because after a pause of this whole process a clock would count the pause too.
+                silent = self._waiting and self._received == received
+                received, missed = self._received, missed + 1 if silent else 0
+            if missed > MESSAGES_IN_TIME:
+                self._silent = True
+                self._call.cancel()
+                return
+            if self._told and not self._closed:
+                self._requests.put(self._alive)
 
 
 _connected_in: int | None = None  # The process that opened this library's first channel.
@@ -162,16 +253,12 @@ class ForkGuard:
 
     def check(self) -> None:
         """Raise ServiceUnavailable in a process that was forked from the one that made it."""
-        if left := self.left:
-            raise ServiceUnavailable(left)
+        if os.getpid() != self.process:
+            raise ServiceUnavailable(self.left)
 
 
 def note_connecting() -> None:
-    """Record that this process opens a channel.
-
-    Raises:
-        ServiceUnavailable, InvalidInput: as `check_process`.
-    """
+    """Record that this process opens a channel, if it may: see `check_process`."""
     global _connected_in
     check_process()
     _connected_in = os.getpid()

@@ -1,14 +1,16 @@
-"""The address of a service and the client's credentials. Opens all connections to a service."""
+"""The address of a service and the client's credentials. Opens all connections, to the process that is asked."""
 
 import os
+import random
 import ssl
 import threading
 import tomllib
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,8 +18,7 @@ import grpc
 from deltasync.access.roles import checked_token
 from deltasync.base.addresses import host_and_port, is_loopback, is_url, with_port
 from deltasync.base.arguments import check_type
-from deltasync.base.errors import DeltasyncError, InvalidInput, Owner, ServiceUnavailable
-from deltasync.client.causes import meaning
+from deltasync.base.errors import DeltasyncError, InvalidInput, NotOwner, Owner, ServiceUnavailable
 from deltasync.client.connection import note_connecting
 from deltasync.wire.errors import from_rpc_error, of_connection, protocol_to_metadata
 
@@ -107,12 +108,8 @@ class Endpoint:
             InvalidInput: there is no address, the file cannot be read, or a value is invalid (see `Endpoint`).
         """
         settings = endpoint_settings({"address": address, **given}, os.environ)
-        if not (settings.get("address") or settings.get("http")):
-            raise InvalidInput(
-                "no address of the service: pass it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
-                "DELTASYNC_ENDPOINT"
-            )
-        return cls(**settings | {"address": settings.get("address") or settings["http"]})
+        variables = "DELTASYNC_SERVICE, DELTASYNC_HTTP or DELTASYNC_ENDPOINT"
+        return cls._of_settings(settings, f"no address of the service: pass it, or set {variables}")
 
     @classmethod
     def from_file(cls, path: Path | str) -> "Endpoint":
@@ -123,18 +120,19 @@ class Endpoint:
         Raises:
             InvalidInput: the file cannot be read, has other keys, no address or an invalid value.
         """
-        settings = file_settings(Path(path))
-        if not (settings.get("address") or settings.get("http")):
-            raise InvalidInput(f"endpoint {path}: no address; set the key address or http")
-        return cls(**settings | {"address": settings.get("address") or settings["http"]})
+        return cls._of_settings(
+            file_settings(Path(path)), f"endpoint {path}: no address; set the key address or http"
+        )
+
+    @classmethod
+    def _of_settings(cls, settings: Mapping[str, Any], missing: str) -> "Endpoint":
+        if not (address := settings.get("address") or settings.get("http")):
+            raise InvalidInput(missing)
+        return cls(**{**settings, "address": address})
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":
-        """Check the gRPC endpoint of a service and return it.
-
-        Raises:
-            InvalidInput: the address is not HOST:PORT, or a file cannot be used.
-        """
+        """Check the gRPC endpoint of a service and return it."""
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         addresses = list[str]()
         for each in endpoint.alone():
@@ -150,11 +148,7 @@ class Endpoint:
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
-        """Check the HTTP endpoint of a service and return it: at `http` if set, else at `address`.
-
-        Raises:
-            InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
-        """
+        """Check the HTTP endpoint of a service and return it: at `http` if set, else at `address`."""
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         if endpoint.http:
             endpoint = replace(endpoint, address=endpoint.http, http="")
@@ -173,9 +167,7 @@ class Endpoint:
     def at(self, owner: Owner) -> "Endpoint":
         """The endpoint of another process of the same service, with the same protocol and credentials.
 
-        Raises:
-            InvalidInput: the owner's address is not valid, has another scheme than this one, or a secret would be
-                sent there in plain text.
+        InvalidInput if the address is not valid or has another scheme, or a secret would be sent in plain text.
         """
         address = owner.http if is_url(self.address) else owner.grpc
         if is_url(self.address) and address.partition(":")[0] != self.address.partition(":")[0]:
@@ -193,9 +185,7 @@ class Endpoint:
     def channel(self) -> grpc.Channel:
         """Open a gRPC channel whose calls carry the credentials and the protocol version.
 
-        Raises:
-            ServiceUnavailable: a file cannot be used now, perhaps because it is being renewed, or this process was
-                forked from a connected one.
+        ServiceUnavailable if a file is unusable now, or this process was forked from a connected one.
         """
         self._check_secrecy()
         note_connecting()
@@ -204,7 +194,9 @@ class Endpoint:
             if self.tls:
                 named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
                 options = [*_CHANNEL_OPTIONS, *named]
-                channel = grpc.secure_channel(self.address, self._files.credentials(), options)
+                self._tls_context()  # For files that do not belong together, gRPC would only report no connection.
+                files = (_content(path) for path in (self.ca, self.key, self.cert))
+                channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options)
             else:
                 channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
@@ -212,34 +204,24 @@ class Endpoint:
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
         """Send an HTTP request; return the JSON answer, or None if it is empty. Needs httpx.
 
-        Args:
-            method: GET, PUT, POST or DELETE.
-            path: with the query.
-            body: sent as JSON; None = no body.
-            patience_seconds: timeout of the answer if it may take longer than `timeout_seconds`.
-
-        Raises:
-            NotOwner: another process of the service owns the model.
-            DeltasyncError: the service's own error.
-            ServiceUnavailable: there is no JSON answer in time, or a file cannot be used now.
+        The answer may take `patience_seconds`, by default `timeout_seconds`. Raises the service's own error, for
+        example NotOwner if another process owns the model, or ServiceUnavailable.
         """
-        from deltasync.client.http import json_answer  # Predictors need no HTTP library.
+        from deltasync.client.http import NoAnswer, json_answer  # Predictors need no HTTP library.
 
         self._check_secrecy()
         with _renewing():
-            context = self._files.context() if self.tls else None
+            context = self._tls_context() if self.tls else None
             rights = self._rights()
-        return json_answer(
-            method,
-            self.address.rstrip("/") + path,
-            body,
-            rights,
-            connect_seconds=self.timeout_seconds,
-            answer_seconds=self.timeout_seconds if patience_seconds is None else patience_seconds,
-            tls=context,
-            server_name=self.server_name,
-            certificate=self.cert is not None,
-        )
+        url = self.address.rstrip("/") + path
+        patience = self.timeout_seconds if patience_seconds is None else patience_seconds
+        try:
+            timeouts = self.timeout_seconds, patience
+            return json_answer(method, url, body, rights, timeouts, context, self.server_name)
+        except NoAnswer as error:
+            means = meaning(str(error), tls=self.tls, certificate=self.cert is not None)
+            asked = "is the service running, and is this its HTTP address?"
+            raise ServiceUnavailable(f"{url}: {error}: {means or asked}") from error
 
     def error_of(self, failure: grpc.RpcError) -> DeltasyncError:
         """The error of a failed call, see `from_rpc_error`. Without a connection it includes the likely cause."""
@@ -282,13 +264,24 @@ class Endpoint:
         """Check that files can be read, and that no secret would be sent in plain text."""
         self._check_secrecy()
         if self.tls:
-            self._files.context()
+            self._tls_context()
         if self.token_file:
             self._read_token()
 
-    @property
-    def _files(self) -> "TlsFiles":
-        return TlsFiles(*(Path(path) if path else None for path in (self.ca, self.cert, self.key)))
+    def _tls_context(self) -> ssl.SSLContext:
+        """The TLS settings of an HTTP connection; InvalidInput if the files are unusable."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except OSError as error:
+            raise InvalidInput(_unfit(f"ca {self.ca}", error)) from error
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.cert:
+            try:
+                # Without a passphrase OpenSSL would prompt for it in the terminal.
+                context.load_cert_chain(self.cert, self.key, password="")
+            except (OSError, ValueError) as error:
+                raise InvalidInput(_unfit(f"cert {self.cert}, key {self.key}", error)) from error
+        return context
 
 
 @contextmanager
@@ -300,28 +293,20 @@ def _renewing() -> Iterator[None]:
         raise ServiceUnavailable(f"{error}; the client tries again") from error
 
 
+@dataclass(frozen=True)
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds metadata to every call, and a timeout to every unary call."""
+    """Adds metadata to every call, and a timeout to every unary call. gRPC knows the other details of a call."""
 
-    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_seconds: float) -> None:
-        self._metadata = metadata
-        self._timeout_seconds = timeout_seconds
+    metadata: tuple[tuple[str, str], ...]
+    timeout_seconds: float
 
     def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], _call: Any, request: Any) -> Any:
         """Start a unary call."""
-        return continuation(_Details(self._metadata, self._timeout_seconds), request)
+        return continuation(SimpleNamespace(metadata=self.metadata, timeout=self.timeout_seconds), request)
 
     def intercept_stream_stream(self, continuation: Callable[[Any, Any], Any], _call: Any, requests: Any) -> Any:
         """Open a stream."""
-        return continuation(_Details(self._metadata, None), requests)
-
-
-class _Details(grpc.ClientCallDetails):
-    """Metadata and timeout of a call. gRPC reads the other details from the call itself."""
-
-    def __init__(self, metadata: tuple[tuple[str, str], ...], timeout: float | None) -> None:
-        self.metadata = metadata
-        self.timeout = timeout
+        return continuation(SimpleNamespace(metadata=self.metadata, timeout=None), requests)
 
 
 _PATHS = ("ca", "cert", "key", "token_file")
@@ -344,18 +329,15 @@ _FILE = "DELTASYNC_ENDPOINT"
 def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Merge an `Endpoint`'s arguments from the caller, the environment and a file, in this order of precedence.
 
-    Args:
-        given: the caller's arguments, without None and empty values. `endpoint` is the path of the file, by
-            default from DELTASYNC_ENDPOINT.
-        environment: environment variables.
-
-    Raises:
-        InvalidInput: the file cannot be read, or has unknown keys.
+    `given["endpoint"]` is the path of the file, by default from DELTASYNC_ENDPOINT.
     """
     arguments = {name: value for name, value in given.items() if value not in (None, "")}
     file = arguments.pop("endpoint", None) or environment.get(_FILE)
     merged: dict[str, Any] = {}
-    for source in (file_settings(Path(file)) if file else {}, _variables(environment), arguments):
+    variables = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
+    tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
+    variables |= dict(tokens[:1])
+    for source in (file_settings(Path(file)) if file else {}, variables, arguments):
         if source.keys() & {"token", "token_file"}:  # Either one replaces both.
             merged.pop("token", None)
             merged.pop("token_file", None)
@@ -364,11 +346,7 @@ def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def file_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in a TOML file. Paths are relative to its folder.
-
-    Raises:
-        InvalidInput: the file cannot be read, a key is unknown, or a value is not a string.
-    """
+    """Read the settings in a TOML file. Paths are relative to its folder."""
     try:
         settings = tomllib.loads(path.read_text())
     except OSError as error:
@@ -382,58 +360,9 @@ def file_settings(path: Path) -> dict[str, Any]:
     return {name: path.parent / value if name in _PATHS else value for name, value in settings.items()}
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
-    settings = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
-    tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
-    return settings | dict(tokens[:1])
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """A client's TLS files. Every connection reads them again.
-
-    Attributes:
-        ca: PEM file of the CAs to trust; None = the CAs of this machine.
-        cert: PEM file of the client's own certificate; None = no certificate.
-        key: PEM file of its key.
-    """
-
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """The TLS settings of an HTTP connection.
-
-        Raises:
-            InvalidInput: a file cannot be read or is not PEM, or the key does not belong to the certificate.
-        """
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-        except OSError as error:
-            raise InvalidInput(_unfit(f"ca {self.ca}", error)) from error
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if self.cert:
-            try:
-                # Without a passphrase OpenSSL would prompt for it in the terminal.
-                context.load_cert_chain(self.cert, self.key, password="")
-            except (OSError, ValueError) as error:
-                raise InvalidInput(_unfit(f"cert {self.cert}, key {self.key}", error)) from error
-        return context
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        """The TLS settings of a gRPC connection.
-
-        Raises:
-            InvalidInput: see `context`.
-        """
-        self.context()  # For files that do not belong together, gRPC would only report an unreachable service.
-        return grpc.ssl_channel_credentials(*map(_content, (self.ca, self.key, self.cert)))
-
-
-def _content(path: Path | None) -> bytes | None:
+def _content(path: Path | str | None) -> bytes | None:
     try:
-        return path.read_bytes() if path else None
+        return Path(path).read_bytes() if path else None
     except OSError as error:
         raise InvalidInput(_unfit(str(path), error)) from error
 
@@ -444,3 +373,114 @@ def _unfit(what: str, error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         return f"{what}: expected PEM without a passphrase ({error})"
     return f"{what}: {getattr(error, 'strerror', None) or error}"
+
+
+# Bounds the redirects if processes refer to each other.
+_MOST_TURNS = 4
+# The longest pause while a model has no owner. It gets one when the last owner's lease ends.
+_LONGEST_SECONDS = 1.0
+
+
+class Route:
+    """Chooses the process to ask: one of the endpoint's addresses, or the owner that one of them has named.
+
+    The owner gets the endpoint's credentials, over the same scheme. With TLS its certificate must be from the same
+    CA. Without TLS, an owner on another machine gets no token unless the endpoint allows it; the route then asks
+    the endpoint's next address.
+
+    Attributes:
+        endpoint: the process to ask now.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._all = endpoint.alone()
+        random.shuffle(self._all)  # Spreads the load of many clients.
+        self._next, self._turns = 0, 0
+        # Whether a process has named another owner: since the last pause, and in the round before it.
+        self._moving = self._moves = False
+        self.endpoint = self._all[0]
+
+    def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
+        """Send an HTTP request to the process that owns the model; see `Endpoint.ask`."""
+        while True:
+            try:
+                return self.endpoint.ask(method, path, body, patience_seconds)
+            except DeltasyncError as error:
+                if not self.turn(error):
+                    raise
+
+    def answered(self) -> None:
+        """Stay with the process, because it has answered."""
+        self._turns = 0
+
+    def turn(self, error: DeltasyncError) -> bool:
+        """Choose another process after an error if that can help; return whether to ask it without a pause."""
+        self._turns += 1
+        self._moving |= isinstance(error, NotOwner)
+        if isinstance(error, NotOwner) and error.owner:
+            with suppress(InvalidInput):  # This client cannot use the owner's address.
+                self.endpoint = self._all[0].at(error.owner)
+                return self._turns <= _MOST_TURNS or self._pause()
+        if not isinstance(error, ServiceUnavailable):
+            return False
+        self._next = (self._next + 1) % len(self._all)
+        self.endpoint = self._all[self._next]
+        unasked = not isinstance(error, NotOwner) and self._turns < len(self._all)
+        return unasked or self._pause()
+
+    def pause(self, seconds: float) -> float:
+        """The length of a pause: `seconds`, or less while the model moves to another owner."""
+        return min(seconds, random.uniform(0.1, 1.0) * _LONGEST_SECONDS) if self._moves else seconds  # noqa: S311
+
+    def _pause(self) -> bool:
+        self._turns, self._moves, self._moving = 0, self._moving, False
+        return False
+
+
+_OTHER_NAME = "its certificate is for another name: set server_name to the name in it"
+_OTHER_HOST = "is its host name right, and can this machine resolve it?"
+# Errors of gRPC and OpenSSL, and their causes. The first match counts.
+_MEANINGS = {
+    "Hostname Verification Check failed": _OTHER_NAME,
+    "Hostname mismatch": _OTHER_NAME,
+    "IP address mismatch": _OTHER_NAME,
+    "certificate has expired": "its certificate, or its CA's, has expired, or this machine's clock is wrong",
+    "certificate is not yet valid": "its certificate, or its CA's, is not yet valid, or this machine's clock is "
+    "wrong",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from a CA that this client trusts: set ca to the file of "
+    "the service's CA",
+    "Connection refused": "nothing listens there: is the service running, and is this its address?",
+    "lookup failed": _OTHER_HOST,
+    "service not known": _OTHER_HOST,
+    "No address associated": _OTHER_HOST,
+    "name resolution": _OTHER_HOST,
+    "no HTTP answer": "perhaps this is a gRPC port: use the service's HTTP address, by default port 8080",
+    "http1.x server": "this is an HTTP port: use the service's gRPC address, by default port 50051",
+    "WRONG_VERSION_NUMBER": "this port does not use TLS: use http:// and no CA, or the port with TLS",
+}
+# A TLS alert from the peer.
+_ALERT = "_ALERT_"
+# The peer aborted the handshake. gRPC does not report why.
+_BROKEN_OFF = ("Socket closed", "Connection reset", "Broken pipe")
+_BEFORE_A_CONNECTION = "failed to connect"
+# The same over the service's HTTP.
+_NO_ANSWER = "Server disconnected without sending a response"
+
+
+def meaning(details: str, *, tls: bool, certificate: bool) -> str:
+    """The likely cause of a failed connection, in words; empty if there is no single likely one.
+
+    `details` is the error of gRPC, httpx or OpenSSL; `certificate` says whether the client sent one.
+    """
+    if sign := next((sign for sign in _MEANINGS if sign in details), None):
+        return _MEANINGS[sign]
+    hint = "it may need a client certificate: set cert and key"
+    if certificate:
+        hint = "it may refuse this client's certificate: is it still valid, and from a CA that the service trusts?"
+    if tls and _ALERT in details:
+        return hint
+    refusal = hint if tls else "this port may need TLS: set ca, and use https:// for HTTP"
+    broken_off = _BEFORE_A_CONNECTION in details and any(sign in details for sign in _BROKEN_OFF)
+    if _NO_ANSWER in details:  # A service that is killed leaves like a port of the other kind.
+        return f"the service ended before it answered, or {refusal}"
+    return refusal if broken_off else ""

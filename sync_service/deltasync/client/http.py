@@ -13,11 +13,10 @@ import httpx
 
 from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceFailed, ServiceUnavailable
 from deltasync.base.words import printable
-from deltasync.client.causes import meaning
 from deltasync.wire.errors import error_named
 
 # Enough for the lag of 100,000 replicas.
-_MOST_BYTES = 256 << 20
+MOST_BYTES = 256 << 20
 _LONGEST_ERROR, _LONGEST_ADDRESS = 4_000, 300
 # Detect a vanished peer during an answer that takes hours: seconds of silence before the first probe, seconds
 # between probes, and failed probes. Not every system has all of these options.
@@ -28,42 +27,32 @@ _SOCKET_OPTIONS = [
 ]
 
 
+class NoAnswer(Exception):
+    """There is no JSON answer in time. Says why, in words."""
+
+
 def json_answer(
     method: str,
     url: str,
     body: Any,
     headers: Mapping[str, str],
-    *,
-    connect_seconds: float,
-    answer_seconds: float,
+    timeouts: tuple[float, float],
     tls: ssl.SSLContext | None,
     server_name: str,
-    certificate: bool,
+    most_bytes: int = MOST_BYTES,
 ) -> Any:
     """Send a request without redirects or a proxy; return the JSON answer, or None if it is empty.
 
-    Args:
-        method: GET, PUT, POST or DELETE.
-        url: http:// or https://, with the path and the query.
-        body: sent as JSON; None = no body.
-        headers: the credentials, and the caller's name.
-        connect_seconds: timeout of the connection.
-        answer_seconds: timeout of the whole answer.
-        tls: the TLS settings for https://.
-        server_name: the name in the service's certificate; empty = the host of the URL.
-        certificate: whether the settings have a client certificate.
-
-    Raises:
-        NotOwner: another process of the service owns the model.
-        DeltasyncError: the service's own error.
-        ServiceUnavailable: there is no JSON answer in time.
+    `timeouts` are those of the connection and of the whole answer, in seconds. Raises NoAnswer, or the service's
+    own error.
     """
     content = None if body is None else json.dumps(body).encode()
     kind = {} if body is None else {"Content-Type": "application/json"}
     transport = httpx.HTTPTransport(verify=tls or False, trust_env=False, socket_options=_SOCKET_OPTIONS)
+    connect_seconds, answer_seconds = timeouts
     timeout = httpx.Timeout(answer_seconds, connect=connect_seconds)
     client = httpx.Client(transport=transport, timeout=timeout, headers={**headers, **kind}, trust_env=False)
-    deadline = _Deadline()
+    deadline, read = _Deadline(), bytearray()
     extensions = {"trace": deadline.trace} | ({"sni_hostname": server_name} if server_name else {})
     try:
         with (
@@ -71,25 +60,25 @@ def json_answer(
             client,
             client.stream(method, url, content=content, extensions=extensions) as answer,
         ):
-            read = _read(answer)
+            for each in answer.iter_raw():
+                read += each
+                if len(read) > most_bytes:
+                    raise ValueError(f"the answer is larger than the limit of {most_bytes} bytes")
         if deadline.passed:  # A body of unknown length ends with its connection.
             raise TimeoutError
         if answer.is_success:
             return json.loads(read) if read else None
     except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        said = "timed out" if deadline.passed else _words(error)
-        means = meaning(said, tls=tls is not None, certificate=certificate)
-        asked = "is the service running, and is this its HTTP address?"
-        raise ServiceUnavailable(f"{url}: {said}: {means or asked}") from error
-    raise _refused(answer, read, url)
+        text = str(error).strip()
+        # httpx quotes bytes of an answer that is not HTTP.
+        not_http = isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in text
+        said = f"{type(error).__name__}: no HTTP answer" if not_http or not text.isprintable() else text
+        raise NoAnswer("timed out" if deadline.passed else said) from error
+    raise _refused(answer, bytes(read), url)
 
 
 class _Deadline:
-    """Shuts a connection down after some seconds. httpx's own timeouts only limit each single read.
-
-    Attributes:
-        passed: whether it did.
-    """
+    """Shuts a connection down after some seconds. httpx's own timeouts only limit each single read."""
 
     def __init__(self) -> None:
         self.passed = False
@@ -120,19 +109,11 @@ class _Deadline:
             pass
 
 
-def _read(answer: httpx.Response) -> bytes:
-    body = bytearray()
-    for each in answer.iter_raw():
-        body += each
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"the answer is larger than the limit of {_MOST_BYTES} bytes")
-    return bytes(body)
-
-
 def _refused(answer: httpx.Response, body: bytes, url: str) -> DeltasyncError:
-    location = answer.headers.get("Location", "")
-    if answer.status_code == httpx.codes.TEMPORARY_REDIRECT and (owner := _owner(location)):
-        return NotOwner(f"{url}: the owner is {owner.http}", owner=owner)
+    location = urllib.parse.urlsplit(printable(answer.headers.get("Location", ""), _LONGEST_ADDRESS))
+    if answer.status_code == httpx.codes.TEMPORARY_REDIRECT and location.netloc:
+        http = f"{location.scheme}://{location.netloc}"
+        return NotOwner(f"{url}: the owner is {http}", owner=Owner("", "", http))
     text = printable(body[: 4 * _LONGEST_ERROR].decode(errors="replace"), _LONGEST_ERROR)
     try:
         said = json.loads(body)
@@ -143,15 +124,3 @@ def _refused(answer: httpx.Response, body: bytes, url: str) -> DeltasyncError:
         failed = answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR
         return (ServiceFailed if failed else ServiceUnavailable)(f"{url}: HTTP {answer.status_code}: {text}")
     return kind(f"{url}: {words}" if issubclass(kind, ServiceFailed | ServiceUnavailable) else words)
-
-
-def _owner(location: str) -> Owner | None:
-    parts = urllib.parse.urlsplit(printable(location, _LONGEST_ADDRESS))
-    return Owner("", "", f"{parts.scheme}://{parts.netloc}") if parts.netloc else None
-
-
-def _words(error: Exception) -> str:
-    """An error's text, unless it quotes bytes of an answer that is not HTTP."""
-    text = str(error).strip()
-    not_http = isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in text
-    return f"{type(error).__name__}: no HTTP answer" if not_http or not text.isprintable() else text

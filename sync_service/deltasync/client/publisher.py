@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -12,15 +12,11 @@ from typing import TypeAlias
 import grpc
 import numpy as np
 
-from deltasync.base.arguments import check_items, check_type
+from deltasync.base.arguments import check_items, check_name, check_type
 from deltasync.base.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.base.process import this_process
-from deltasync.base.waiting import backoff
-from deltasync.client.connection import Connection, Connectivity, ForkGuard, check_process
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.live_stream import LiveStream
-from deltasync.client.options import PublisherOptions
-from deltasync.client.route import Route
+from deltasync.client.connection import Connection, Connectivity, ForkGuard, LiveStream, Tuning, check_process
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import check_event_time
@@ -36,6 +32,50 @@ from deltasync.wire.messages import (
     table_to_message,
 )
 from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, table_pieces, whole_message
+
+logger = logging.getLogger(__name__)
+
+# Timeout of the service's answer to a goodbye.
+_GOODBYE_SECONDS = 2.0
+
+_PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublisherOptions:
+    """The service and the model that a rank publishes to.
+
+    Attributes:
+        service: the gRPC endpoint of the service, or its address HOST:PORT.
+        model: name of the model.
+        run: unique id of this training run, the same on all ranks.
+        run_started_unix_ns: start of the run, nanoseconds since 1970, the same on all ranks.
+        rank: number of this process, from 0.
+        world_size: number of ranks.
+        continues: the position of this run's rows, from the checkpoint that it loaded.
+        takes_deletes: whether this rank deletes rows on request (`Publisher.deletes`).
+        start_over: whether the rows of this run are good although `continues` is not set. After a rollback the
+            service admits no other run that does not continue from its version or an earlier one.
+    """
+
+    service: Endpoint | str
+    model: str
+    run: str
+    run_started_unix_ns: int
+    rank: int = 0
+    world_size: int = 1
+    continues: Position = field(default_factory=Position)
+    takes_deletes: bool = False
+    start_over: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("PublisherOptions(...)", "continues", self.continues, Position)
+        Endpoint.of_grpc(self.service)
+        check_name("model", self.model)
+        if self.world_size < 1:
+            raise InvalidInput(f"world_size {self.world_size}: expected 1 or more")
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidInput(f"rank {self.rank}: expected 0 to {self.world_size - 1}, below world_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +115,8 @@ class Part:
         return sum(rows.nbytes for rows in self.rows)
 
 
-logger = logging.getLogger(__name__)
-
-_Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishGoodbye | tables_pb2.Alive | None]"
+_Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishRequest | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
-
-# Timeout of the service's answer to a goodbye.
-_GOODBYE_SECONDS = 2.0
-
-_PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
 
 class Publisher:
@@ -97,13 +130,21 @@ class Publisher:
         quarantine: the reason why the service withholds the last version from replicas; empty if it does not.
     """
 
-    def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
+    def __init__(
+        self,
+        options: PublisherOptions,
+        tables: list[TableSpec],
+        shards: list[Shard],
+        *,
+        tuning: Tuning | None = None,
+    ) -> None:
         """Start the publisher's thread.
 
         Args:
             options: see `PublisherOptions`.
             tables: all tables of the model.
             shards: the shards of this rank.
+            tuning: only for tests.
 
         Raises:
             TypeError: an argument has another type.
@@ -114,7 +155,7 @@ class Publisher:
         check_items(call, "tables", tables, TableSpec)
         check_items(call, "shards", shards, Shard)
         check_process()
-        self._options = options
+        self._options, self._tuning = options, tuning or Tuning()
         self._fork_guard = ForkGuard(f"the publisher of rank {options.rank} of model {options.model!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._tables = tables
@@ -232,7 +273,15 @@ class Publisher:
     # The publisher's thread.
 
     def _run(self) -> None:
-        while (item := self._next_part()) is not None:
+        while True:
+            if self._stream:
+                try:
+                    self._stream.idle()
+                except DeltasyncError as error:  # The connection has ended without a part in flight.
+                    self._drop_stream()
+                    self._connectivity.note_lost(error)
+            if (item := self._parts.get()) is None:
+                break
             part, done = item
             try:
                 position = self._deliver(part)
@@ -247,27 +296,27 @@ class Publisher:
                 done.set_result(position)
         self._drop_stream()
 
-    def _next_part(self) -> tuple[Part, Future[Position]] | None:
-        """Wait for the next part, and notice the end of the connection meanwhile."""
-        if self._stream:
-            try:
-                self._stream.idle()
-            except DeltasyncError as error:
-                self._drop_stream()
-                self._connectivity.note_lost(error)
-        return self._parts.get()
-
     def _deliver(self, part: Part) -> Position:
-        pauses = backoff()
+        pauses = self._tuning.pauses()
         while True:
             try:
-                stream = self._connected()
+                if self._stream is None:
+                    self._stream = _Stream(self._route.endpoint, self._open_message(), self._slots)
+                stream = self._stream
                 if self._closing.is_set():
                     break
-                if opened := stream.open():
+                if not stream.opened:
+                    answer, changed = stream.open()
                     self._route.answered()
-                    self._check_opened(*opened, part)
-                return stream.send(part)
+                    self._note_answer(answer)
+                    self._check_opened(answer, changed, part)
+                sealed = stream.send(part)
+                self._note_answer(sealed)
+                if sealed.quarantine and not self.quarantine:
+                    text = "the last version is in quarantine: replicas get no new rows until an operator resumes "
+                    logger.warning("%sthem: %s", text, sealed.quarantine)
+                self.quarantine = sealed.quarantine
+                return position_from_message(sealed.position)
             except DeltasyncError as error:
                 self._drop_stream()
                 if is_final(error):
@@ -283,11 +332,6 @@ class Publisher:
                 break
         raise ServiceUnavailable(f"part of step {part.step}: closed before it was sealed")
 
-    def _connected(self) -> "_Stream":
-        if self._stream is None:
-            self._stream = _Stream(self._route.endpoint, self._open_message(), self._slots, self._note_requests)
-        return self._stream
-
     def _note_failed(self, error: Exception, pause: float | None) -> None:
         if not self._closing.is_set():
             self._connectivity.note_failed(error, pause)
@@ -298,11 +342,7 @@ class Publisher:
         self._stream = None
 
     def _check_opened(self, answer: publish_pb2.PublishOpened, changed: Mapping[int, Ids], part: Part) -> None:
-        """Check that a part matches the service's answer. `changed` has newer rows by the index of their table.
-
-        Raises:
-            ResyncRequired: the part lacks rows.
-        """
+        """Raise ResyncRequired if a part lacks rows. `changed` has newer rows by the index of their table."""
         head = position_from_message(answer.head)
         if part.full:
             return
@@ -312,26 +352,15 @@ class Publisher:
         told = head, {table: ids.tobytes() for table, ids in rows}
         if answer.since and self._told != told:
             self._told = told
-            raise ResyncRequired(
-                f"also publish the rows that the service names: {answer.reason}",
-                head=head,
-                changed=rows,
-            )
+            text = f"also publish the rows that the service names: {answer.reason}"
+            raise ResyncRequired(text, head=head, changed=rows)
 
-    def _note_requests(self, answer: publish_pb2.PublishOpened | publish_pb2.CutSealed) -> None:
+    def _note_answer(self, answer: publish_pb2.PublishOpened | publish_pb2.CutSealed) -> None:
         self._connectivity.note_connected()
         self.deletes = tuple(
             DeleteRequest(each.number, self._tables[each.table].name, np.array(each.ids, ID_TYPE))
             for each in answer.deletes
         )
-        if isinstance(answer, publish_pb2.CutSealed):
-            self._note_quarantine(answer.quarantine)
-
-    def _note_quarantine(self, reason: str) -> None:
-        if reason and not self.quarantine:
-            text = "the last version is in quarantine: replicas get no new rows until an operator resumes them: %s"
-            logger.warning(text, reason)
-        self.quarantine = reason
 
     def _open_message(self) -> publish_pb2.PublishOpen:
         options = self._options
@@ -352,65 +381,47 @@ class Publisher:
 
 
 class _Stream:
-    """One connection to the service."""
+    """One connection to the service.
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        message: publish_pb2.PublishOpen,
-        slots: Mapping[Shard, int],
-        note_requests: Callable[[publish_pb2.PublishOpened | publish_pb2.CutSealed], None],
-    ) -> None:
-        self._note_requests = note_requests
-        self._endpoint = endpoint
-        self._slots = slots
-        self._message = message
+    Attributes:
+        opened: whether the service has accepted this rank.
+    """
+
+    def __init__(self, endpoint: Endpoint, message: publish_pb2.PublishOpen, slots: Mapping[Shard, int]) -> None:
+        self._endpoint, self._message, self._slots = endpoint, message, slots
         self._tables = {table.name: index for index, table in enumerate(message.tables)}
         self._parts: _Requests = queue.SimpleQueue()
         self._channel = endpoint.channel()
         publish = self._channel.stream_stream(_PUBLISH, serialized, publish_pb2.PublishResponse.FromString)
         self._call: _Call = publish(self._requests())
+        alive = publish_pb2.PublishRequest(alive=tables_pb2.Alive())
         self._responses: LiveStream[publish_pb2.PublishResponse] = LiveStream(
-            self._call, str(endpoint), endpoint.timeout_seconds, lambda: self._parts.put(tables_pb2.Alive())
+            self._call, str(endpoint), endpoint.timeout_seconds, self._parts, alive
         )
-        # The answer to the part that `begin` sent, or the error.
-        self._early: publish_pb2.PublishResponse | DeltasyncError | None = None
-        self._opened: publish_pb2.PublishOpened | None = None
+        self.opened = False
+        # The part that `begin` sent, and the answer to it, or the error.
         self._begun: Part | None = None
+        self._early: publish_pb2.PublishResponse | DeltasyncError | None = None
 
     def begin(self, part: Part) -> None:
         """Start sending the part of the next `send` if the service has already accepted this rank."""
-        if self._opened:
+        if self.opened:
             self._begun = part
             self._parts.put(part)
 
-    def open(self) -> tuple[publish_pb2.PublishOpened, dict[int, Ids]] | None:
-        """Wait until the service accepts this rank.
-
-        Returns:
-            The answer, and its row ids by index of their table; None if this is not the first call.
-
-        Raises:
-            DeltasyncError: the service has refused this rank, or has not answered.
-        """
-        if self._opened:
-            return None
+    def open(self) -> tuple[publish_pb2.PublishOpened, dict[int, Ids]]:
+        """Wait until the service accepts this rank; return its answer, and its row ids by index of their table."""
         opened, changed = self._receive().opened, list[tuple[int, Ids]]()
         named = not opened.since
         while not named:
             message = self._receive().changed
             changed += changed_from_message(message)
             named = message.last
-        self._opened = opened
-        self._note_requests(opened)
+        self.opened = True
         return opened, joined(changed)
 
     def idle(self) -> None:
-        """Wait until the service answers the next part, which `begin` sends.
-
-        Raises:
-            DeltasyncError: the connection has ended before that part.
-        """
+        """Wait until the service answers the next part, which `begin` sends, or the connection ends before."""
         try:
             self._early = self._receive()
         except DeltasyncError as error:
@@ -418,27 +429,22 @@ class _Stream:
                 raise
             self._early = error
 
-    def send(self, part: Part) -> Position:
-        """Send a part after `open`, and wait until its cut is sealed.
-
-        Raises:
-            DeltasyncError: the service has refused the part, or has not answered.
-        """
+    def send(self, part: Part) -> publish_pb2.CutSealed:
+        """Send a part after `open`, and wait until its cut is sealed."""
         if self._begun is not part:
             self._parts.put(part)
         early, self._early, self._begun = self._early, None, None
         if isinstance(early, DeltasyncError):
             raise early
-        sealed = (early or self._receive()).sealed
-        self._note_requests(sealed)
-        return position_from_message(sealed.position)
+        return (early or self._receive()).sealed
 
     def say_goodbye(self, seconds: float) -> None:
         """Sign off from the service, and wait for its answer, `seconds` at most."""
-        if self._opened and self._call.is_active():
+        if self.opened and self._call.is_active():
             ended = threading.Event()
             self._call.add_callback(ended.set)
-            self._parts.put(publish_pb2.PublishGoodbye())
+            self._parts.put(publish_pb2.PublishRequest(goodbye=publish_pb2.PublishGoodbye()))
+            self._parts.put(None)
             ended.wait(seconds)
 
     def cancel(self) -> None:
@@ -450,46 +456,42 @@ class _Stream:
 
     def _receive(self) -> publish_pb2.PublishResponse:
         try:
-            for response in self._responses:
-                return response
+            return next(self._responses)
+        except StopIteration:
+            raise ServiceUnavailable(f"{self._endpoint} closed the stream") from None
         except grpc.RpcError as error:
             raise self._endpoint.error_of(error) from error
-        raise ServiceUnavailable(f"{self._endpoint} closed the stream")
 
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
-            if isinstance(part, publish_pb2.PublishGoodbye):
-                yield publish_pb2.PublishRequest(goodbye=part)
-                return
-            if isinstance(part, tables_pb2.Alive):
-                yield publish_pb2.PublishRequest(alive=part)
-            elif fits_message(sum(rows.message_bytes for rows in part.rows)):
-                end = self._close(part).SerializeToString()
-                yield whole_message([end], table_pieces(_pieces(part, self._slots)))
+            if isinstance(part, publish_pb2.PublishRequest):
+                yield part
+                continue
+            close = publish_pb2.PartClose(
+                step=part.step,
+                rows=sum(map(len, part.rows)),
+                step_end_unix_ns=part.step_end_unix_ns,
+                full=part.full,
+                deletes=part.deletes,
+                event_time_unix_ns=part.event_time_unix_ns or 0,
+                differing=[self._tables[name] for name in part.differing if name in self._tables],
+                gather_ns=max(0, part.made_unix_ns - part.step_end_unix_ns),
+            )
+            if fits_message(sum(rows.message_bytes for rows in part.rows)):
+                yield whole_message([close.SerializeToString()], table_pieces(self._chunks(part)))
             else:
-                yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))
-                yield publish_pb2.PublishRequest(close=self._close(part))
+                yield from (part_chunk(part.step, *chunk) for chunk in self._chunks(part))
+                yield publish_pb2.PublishRequest(close=close)
 
-    def _close(self, part: Part) -> publish_pb2.PartClose:
-        return publish_pb2.PartClose(
-            step=part.step,
-            rows=sum(map(len, part.rows)),
-            step_end_unix_ns=part.step_end_unix_ns,
-            full=part.full,
-            deletes=part.deletes,
-            event_time_unix_ns=part.event_time_unix_ns or 0,
-            differing=[self._tables[name] for name in part.differing if name in self._tables],
-            gather_ns=max(0, part.made_unix_ns - part.step_end_unix_ns),
-        )
+    def _chunks(self, part: Part) -> Iterator[tuple[int, RowBatch]]:
+        for rows in part.rows:
+            for chunk in chunked(rows):
+                yield self._slots[rows.shard], chunk.digested()
 
 
 def _check_digests(part: Part) -> None:
-    """Check that a part was not damaged in this process. Sending it again would not help.
-
-    Raises:
-        Damaged: rows do not match their digests.
-    """
+    """Raise Damaged if a part was damaged in this process. Sending it again would not help."""
     try:
         for rows in part.rows:
             rows.check_digests()
@@ -498,9 +500,3 @@ def _check_digests(part: Part) -> None:
             f"part of step {part.step}: {error}; they have changed in this process: do not write to rows until "
             "their part is sealed, and if your program did not, check this machine's memory"
         ) from error
-
-
-def _pieces(part: Part, slots: Mapping[Shard, int]) -> Iterator[tuple[int, RowBatch]]:
-    for rows in part.rows:
-        slot = slots[rows.shard]
-        yield from ((slot, piece.digested()) for piece in chunked(rows))

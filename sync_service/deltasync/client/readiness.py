@@ -11,8 +11,9 @@ token was sent before the message was written.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from deltasync.base.clock import FOREVER_NS
 from deltasync.base.decision import Decision
@@ -59,25 +60,23 @@ class Readiness:
         with self._changed:
             return self._changed.wait_for(self._settled, timeout_seconds) or self.decision
 
-    def limit(self, seconds: float) -> None:
-        """Set the consumer's limit; 0 = none."""
-        self._learn(lambda evidence: replace(evidence, limit_ns=int(seconds * 1e9) or None))
-
-    def lacks(self, why: str) -> None:
-        """Record why the replica cannot prove that its rows are recent."""
-        self._learn(lambda evidence: replace(evidence, lacking=why))
+    def note(self, **changes: Any) -> None:
+        """Change fields of the `Evidence`."""
+        with self._changed:
+            self._evidence = replace(self._evidence, **changes)
+            self._note()  # Now: a change must be reported even if the next one follows before the thread wakes up.
+            self._changed.notify_all()
 
     def holds(self, newest: int | None, *, reset: bool = False) -> None:
         """Record new rows in the replica: see `Evidence.holding`."""
-        self._learn(lambda evidence: evidence.holding(newest, reset=reset))
-
-    def differs(self, tables: Iterable[str]) -> None:
-        """Record the tables whose rows differ from the service's."""
-        self._learn(lambda evidence: replace(evidence, wrong=tuple(tables)))
+        with self._changed:
+            held = self._evidence.holding(newest, reset=reset)
+            self.note(newest_ns=held.newest_ns, lacking=held.lacking)
 
     def end(self, why: str) -> None:
         """Record why the subscriber has stopped. The first reason counts."""
-        self._learn(lambda evidence: replace(evidence, ended=evidence.ended or why))
+        with self._changed:
+            self.note(ended=self._evidence.ended or why)
 
     def close(self) -> None:
         """Report the last change and end the thread, unless a callback does not return. Call `end` before."""
@@ -89,12 +88,6 @@ class Readiness:
             if self._thread.is_alive():
                 text = "replica %s: on_readiness has not returned for %g s; the replica is closed without it"
                 logger.warning(text, self._replica, self._patience_seconds)
-
-    def _learn(self, learnt: "Callable[[Evidence], Evidence]") -> None:
-        with self._changed:
-            self._evidence = learnt(self._evidence)
-            self._note()  # Now: a change must be reported even if the next one follows before the thread wakes up.
-            self._changed.notify_all()
 
     def _note(self) -> None:
         if (decision := self.decision).yes != self._ready:
@@ -110,21 +103,16 @@ class Readiness:
     def _watch(self) -> None:
         closed = False
         while not closed:
-            decisions, closed = self._next()
+            with self._changed:
+                seconds = self._seconds_left()  # Before `_note`, because the limit may expire in between.
+                self._note()
+                if not self._closed and not self._untold:
+                    self._changed.wait(seconds)  # Only once, because new evidence may shorten the wait.
+                    self._note()
+                decisions, closed = list(self._untold), self._closed
+                self._untold.clear()
             for decision in decisions:
                 self._tell(decision)
-
-    def _next(self) -> tuple[list[Decision], bool]:
-        """Wait for changes to report. Returns them, and whether they are the last."""
-        with self._changed:
-            seconds = self._seconds_left()  # Before `_note`, because the limit may expire in between.
-            self._note()
-            if not self._closed and not self._untold:
-                self._changed.wait(seconds)  # Only once, because new evidence may shorten the wait.
-                self._note()
-            decisions = list(self._untold)
-            self._untold.clear()
-            return decisions, self._closed
 
     def _seconds_left(self) -> float | None:
         """How long the replica stays ready without new evidence; None = without a limit."""
@@ -199,9 +187,7 @@ def _with(text: str, lacking: str) -> str:
 def newest_ns(token_ns: int, behind_ns: int, opened_ns: int) -> int | None:
     """A time at which a message's version was the newest; None if the message does not show it.
 
-    Args:
-        token_ns: the token in the message; 0 = none.
-        behind_ns: for how long the version has been out of date, according to the service.
-        opened_ns: when the stream was opened, which is before the message was written.
+    `token_ns` is the token in the message, 0 = none; the stream was opened at `opened_ns`, before the message was
+    written. The service says that the version has been out of date for `behind_ns`.
     """
     return None if behind_ns >= FOREVER_NS else (token_ns or opened_ns) - behind_ns

@@ -29,6 +29,7 @@ from tests.support.wire import ReplicaStream, ack
 from torch import nn
 
 from deltasync.client import Position, Release
+from deltasync.client.connection import Tuning
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
@@ -84,37 +85,23 @@ def damaged(consumer: str) -> str:
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
-    service: RunningService,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    consumer: str,
+def test_the_next_release_of_a_damaged_row_repairs_it(
+    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
-    """Its table need not be sent for it; nor is a row that was not released taken for right once it is found."""
-    target = target_of(kind)
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+    """Its table need not be sent for it."""
+    target, unswept = target_of(kind), Tuning(sweeps=False)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, tuning=unswept) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
-            damage(target, 7)
-            # Of other rows nothing is found.
-            wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
-            assert target.bytes() != expected(trainer, consumer)
-            begun = len(target.releases)
-            lag = wait_until_in_sync(service, consumer, trainer.set(USER, 7, 2.5))
-            replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
-            assert target.bytes() == expected(trainer, consumer)
-            assert [release.whole for release in target.releases[begun:]] == [frozenset()]
-            assert lag["replicas"][0]["checked"]
-            assert not damages(caplog)
-            damage(target, 9)
-            wait_until_in_sync(service, consumer, trainer.set(USER, 7, 3.5))
-        for step in range(4):  # Two blocks, one of each table.
-            wait_until_in_sync(service, consumer, trainer.set(USER, 8, 4.5 + step))
+        damage(target, 7)
+        wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
+        assert target.bytes() != expected(trainer, consumer)
+        begun = len(target.releases)
+        lag = wait_until_in_sync(service, consumer, trainer.set(USER, 7, 2.5))
+        replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
         assert target.bytes() == expected(trainer, consumer)
-        assert [release.whole for release in target.releases if release.whole] == [{"user"}]
-        assert damages(caplog) == [damaged(consumer)]
+        assert [release.whole for release in target.releases[begun:]] == [frozenset()]
+        assert lag["replicas"][0]["checked"]
+        assert not damages(caplog)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -254,25 +241,6 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         assert lag["replicas"][0]["checked"]
 
 
-def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, trainer: Trainer, raw: Raw) -> None:
-    trainer.publish_all()
-    position, right, _ = raw.take()
-    raw.say(position, {**right, 0: right[0] ^ 1})
-    raw.say(position, {**right, 0: right[0] ^ 1})
-    repair, right, whole = raw.take()
-    assert whole == [0]
-    assert service.get_json("/consumers/top")["offset"] == 0
-    raw.say(repair, right)
-    raw.say(repair, right)
-    wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-    trainer.change(4)
-    position, right, whole = raw.take()
-    assert (whole, position.number) == ([], repair.number + 1)
-    raw.say(position, right)
-    raw.say(position, right)
-    wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-
-
 def test_checksums_that_are_missing_later_count(service: RunningService, trainer: Trainer, raw: Raw) -> None:
     def lag_at(position: Position) -> dict[str, Any]:
         return wait_for_lag(
@@ -292,41 +260,6 @@ def test_checksums_that_are_missing_later_count(service: RunningService, trainer
     raw.say(position, {0: sums[0]})
     lag = lag_at(position)
     assert (lag["state"], lag["replicas"][0]["unbound"]) == ("partial", ["item"])
-
-
-def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, trainer: Trainer, raw: Raw) -> None:
-    trainer.publish_all()
-    first, right, _ = raw.take()
-    raw.say(first, right)
-    wait_for_lag(service, "top", lambda lag: lag["state"] == "in sync")
-    trainer.set(USER, 8, 1.5)  # All of it goes with the next release: none follows that.
-    received_bytes = raw.received_bytes
-    second, right, _ = raw.take()
-    raw.received_bytes = received_bytes
-    raw.say(second, {**right, 0: right[0] ^ 1})
-    lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
-    assert (lag["state"], lag["replicas"][0]["checked"]) == ("delivered", False)
-
-
-def test_acks_of_older_releases_change_nothing(service: RunningService, trainer: Trainer, raw: Raw) -> None:
-    trainer.publish_all()
-    first, first_right, _ = raw.take()
-    raw.say(first, first_right)
-    trainer.change(5)
-    second, right, _ = raw.take()
-    raw.say(second, right)
-    wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
-    raw.say(first, {0: 1, 1: 2})
-    raw.say(first, first_right)
-    raw.say(second, right)
-    trainer.change(5)
-    third, right, whole = raw.take()
-    assert whole == []
-    lag = service.get_json("/consumers/top")
-    assert lag["offset"] == second.number
-    assert lag["replicas"][0]["damaged"] == []
-    raw.say(third, right)
-    wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
 
 
 def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService, trainer: Trainer) -> None:

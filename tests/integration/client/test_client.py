@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,6 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
 )
-from deltasync.client.publisher import _Stream
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20
@@ -87,41 +86,32 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 
 
-def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> None:
-    rows, target = random_rows(0), NumpyTarget()
-    with (
-        publisher(running.grpc, world_size=2) as first,
-        publisher(running.grpc, rank=1, world_size=2) as second,
-        subscriber(running.grpc, target) as replica,
-    ):
-        waiting = first.publish(full(1, rows))
-        assert second.publish(full(1, rows)).result(WAIT) == waiting.result(WAIT)
-        replica.wait_for(1, WAIT)
-    assert same(target, rows)
+COLUMN = Shard(TABLES[0], 0, 1, 0, TABLES[0].dim)
 
 
-MISFITS = [
-    (
-        RowBatch(Shard(TABLES[0], 0, 1, 0, TABLES[0].dim), NOTHING, np.zeros((0, TABLES[0].dim), "<f4")),
-        "expected one of this publisher's 2 shards",
-    ),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
-    (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 4), "<f2")), "type float16, expected .* and float32"),
-]
+@pytest.mark.parametrize(
+    ("shard", "ids", "values", "said"),
+    [
+        (COLUMN, NOTHING, np.zeros((0, 4), "<f4"), "expected one of this publisher's 2 shards"),
+        (WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4"), r"values of shape \(2, 3\) and type float32"),
+        (WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4"), r"expected \(2, 4\)"),
+        (WHOLE[0], np.arange(2), np.zeros((2, 4), "<f2"), "type float16, expected .* and float32"),
+        (WHOLE[0], np.array([3.2]), np.ones((1, 4), "<f4"), "ids of type float64, expected int64"),
+        (WHOLE[0], np.array([True]), np.ones((1, 4), "<f4"), "ids of type bool, expected int64"),
+        (WHOLE[0], [1], np.ones((1, 4), "<f4"), "ids of type list, expected int64"),
+        (WHOLE[0], np.array([1]), [[1.0] * 4], "values of type list, expected a NumPy array"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_before_they_are_sent(
+    shard: Shard, ids: Any, values: Any, said: str
+) -> None:
+    with publisher("localhost:1") as trainer, pytest.raises(InvalidInput, match=said):
+        trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[RowBatch(shard, ids, values)]))
 
 
 def test_a_shard_that_is_announced_twice_is_refused() -> None:
     with pytest.raises(InvalidInput, match="appears twice: pass each shard once"):
         publisher("localhost:1", [*WHOLE, WHOLE[0]])
-
-
-def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningService) -> None:
-    with publisher(running.grpc) as trainer:
-        for rows, said in MISFITS:
-            with pytest.raises(InvalidInput, match=said):
-                trainer.publish(Part(step=1, step_end_unix_ns=1, rows=[rows]))
-        assert trainer.publish(full(1, random_rows(0))).result(WAIT).number == 1
 
 
 def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running: RunningService) -> None:
@@ -142,29 +132,26 @@ def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running
         assert trainer.publish(part(7, rows, [7])).result(WAIT).number == 2
 
 
-def test_who_has_waited_may_publish_at_once(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that happens after the waiter was woken may still count."""
-    rows, go = random_rows(0), threading.Event()
-    invoke = Future._invoke_callbacks  # type: ignore[attr-defined]
-
-    def later(future: "Future[Any]") -> None:
-        if threading.current_thread().name == "deltasync-publisher":
-            assert go.wait(WAIT)
-        invoke(future)
-
-    monkeypatch.setattr(Future, "_invoke_callbacks", later)
-    with publisher(running.grpc) as trainer:
-        with pytest.raises(ResyncRequired):
-            trainer.publish(part(1, rows, [7])).result(WAIT)
-        waiting = trainer.publish(full(1, rows))
-        go.set()
-        assert waiting.result(WAIT).number == 1
-        go.clear()
-        waiting = trainer.publish(part(2, rows, [7]))
-        assert waiting.result(WAIT).number == 2
-        waiting = trainer.publish(part(3, rows, [7]))
-        go.set()
-        assert waiting.result(WAIT).number == 3
+def test_a_part_is_sent_while_the_publishers_thread_is_busy(running: RunningService) -> None:
+    """A thread that has waited for a cut may publish the next part at once."""
+    rows, target, awake = random_rows(0), NumpyTarget(), threading.Event()
+    with (
+        publisher(running.grpc, world_size=2) as first,
+        publisher(running.grpc, rank=1, world_size=2) as second,
+        subscriber(running.grpc, target) as replica,
+    ):
+        sealed = first.publish(full(1, rows))
+        sealed.add_done_callback(lambda _: awake.wait(WAIT))  # In the publisher's thread, once the cut is sealed.
+        second.publish(full(1, rows)).result(WAIT)
+        head = sealed.result(WAIT)
+        rows[0][3] = 1
+        done = first.publish(part(2, rows, [3]))
+        second.publish(part(2, rows, [3])).result(WAIT)
+        replica.wait_for(2, WAIT)
+        assert same(target, rows)
+        assert not done.done()
+        awake.set()
+        assert done.result(WAIT) == Position(head.history, 2)
 
 
 def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
@@ -177,29 +164,6 @@ def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
         waiting.result(WAIT)
     with pytest.raises(ServiceUnavailable, match="part of step 2: the publisher is closed"):
         lone.publish(full(2, rows))
-
-
-def test_a_part_is_on_its_way_before_the_publishers_thread_is_awake(
-    running: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, target, awake = random_rows(0), NumpyTarget(), threading.Event()
-    send = _Stream.send
-
-    def later(stream: _Stream, each: Part) -> Position:
-        assert awake.wait(WAIT)
-        return send(stream, each)
-
-    with publisher(running.grpc) as trainer, subscriber(running.grpc, target) as replica:
-        head = trainer.publish(full(1, rows)).result(WAIT)
-        monkeypatch.setattr(_Stream, "send", later)
-        rows[0][3] = 1
-        done = trainer.publish(part(2, rows, [3]))
-        replica.wait_for(2, WAIT)
-        assert same(target, rows)
-        assert not done.done()
-        awake.set()
-        assert done.result(WAIT) == Position(head.history, 2)
-        assert trainer.publish(part(3, rows, [3])).result(WAIT) == Position(head.history, 3)
 
 
 def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: RunningService) -> None:
@@ -226,7 +190,7 @@ def test_closing_at_once_never_hangs(running: RunningService) -> None:
         assert isinstance(waiting.exception(WAIT), ServiceUnavailable)
 
 
-def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_next(tmp_path: Path) -> None:
+def test_clients_wait_for_a_service_and_go_on_with_the_next_one(tmp_path: Path) -> None:
     port, rows, target = free_port(), random_rows(0), NumpyTarget()
     resyncs: list[bool] = []
 
@@ -309,20 +273,6 @@ def test_rows_that_outlived_the_process_are_not_sent_again(running: RunningServi
         release.rows[0].values[0] = 1
 
 
-def test_column_shards_are_published_by_what_they_hold(running: RunningService) -> None:
-    rows, target = random_rows(0), NumpyTarget()
-    shards = [[Shard(table, 0, table.rows, first, 2) for table in TABLES] for first in (0, 2)]
-    shards[1][1] = Shard(TABLES[1], 0, 30, 2, 4)
-    trainers = [publisher(running.grpc, held, rank=rank, world_size=2) for rank, held in enumerate(shards)]
-    sealed = [each.publish(full(1, rows, held)) for each, held in zip(trainers, shards, strict=True)]
-    assert {each.result(WAIT).number for each in sealed} == {1}
-    with subscriber(running.grpc, target) as replica:
-        replica.wait_for(1, WAIT)
-    assert same(target, rows)
-    for trainer in trainers:
-        trainer.close()
-
-
 Requests: TypeAlias = Iterator[publish_pb2.PublishRequest]
 Responses: TypeAlias = Iterator[publish_pb2.PublishResponse]
 Answers: TypeAlias = Callable[[Requests], Responses]
@@ -395,36 +345,9 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     assert sent == [3, 3, 1]
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "said"),
-    [
-        (np.array([3.2]), np.ones((1, 8), np.float32), "ids of type float64, expected int64"),
-        (np.array([True]), np.ones((1, 8), np.float32), "ids of type bool, expected int64"),
-        ([1], np.ones((1, 8), np.float32), "ids of type list, expected int64"),
-        (np.array([1]), [[1.0] * 8], "values of type list, expected a NumPy array"),
-    ],
-)
-def test_rows_of_other_types_are_refused_before_they_are_sent(
-    running: RunningService, ids: Any, values: Any, said: str
-) -> None:
-    with publisher(running.grpc) as trainer:
-        rows = [RowBatch(Shard.whole(TABLES[0]), ids, values)]
-        with pytest.raises(InvalidInput, match=said):
-            trainer.publish(Part(step=1, step_end_unix_ns=1, rows=rows, full=True))
-
-
-def test_closing_wakes_who_waits(running: RunningService) -> None:
+def test_close_wakes_a_thread_that_waits_for_a_version(running: RunningService) -> None:
     replica = subscriber(running.grpc, NumpyTarget())
-    woken: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            replica.wait_for(1)
-        except TimeoutError as error:
-            woken.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    replica.close()
-    waiting.join(WAIT)
-    assert len(woken) == 1
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(replica.wait_for, 1)
+        replica.close()
+        assert isinstance(waiting.exception(WAIT), TimeoutError)

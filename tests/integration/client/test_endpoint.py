@@ -24,7 +24,7 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
 )
-from deltasync.client.admin import fetch_lag
+from deltasync.client.http import NoAnswer, json_answer
 
 TOKEN = "hush"  # noqa: S105
 RIGHTS = f"Bearer {TOKEN}"
@@ -82,7 +82,7 @@ def test_every_grpc_call_shows_its_rights(token: str, shown: str | None) -> None
 @pytest.mark.parametrize(("token", "shown"), [(TOKEN, RIGHTS), ("", None)])
 def test_an_http_call_shows_its_rights(token: str, shown: str | None) -> None:
     with told() as (address, asked):
-        assert fetch_lag(Endpoint(address, token), "predictors") == {}
+        assert Admin(Endpoint(address, token)).consumer("predictors") == {}
     assert asked == [("GET", "/consumers/predictors", "", shown)]
 
 
@@ -91,7 +91,7 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
         with pytest.raises(ServiceUnavailable, match=f"http://{address}/models/m/checkpoint"):
             Admin(Endpoint(f"http://{address}")).make_checkpoint("m", timeout_seconds=0.1)
         with pytest.raises(ServiceUnavailable, match=f"http://{address}/consumers/c"):
-            fetch_lag(Endpoint(f"http://{address}", timeout_seconds=0.1), "c")
+            Admin(Endpoint(f"http://{address}", timeout_seconds=0.1)).consumer("c")
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,15 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
 def test_an_answer_that_drips_is_not_waited_for_for_ever(begin: bytes, piece: bytes, said: str) -> None:
     """Each byte comes in time; the answer does not."""
     with answering(begin, piece, 0.02) as address, pytest.raises(ServiceUnavailable, match=said):
-        fetch_lag(Endpoint(address, timeout_seconds=0.5), "c")
+        Admin(Endpoint(address, timeout_seconds=0.5)).consumer("c")
 
 
-def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.client.http._MOST_BYTES", 1 << 20)
+def test_an_answer_that_does_not_end_is_refused() -> None:
     with (
         answering(b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 16), 0) as address,
-        pytest.raises(ServiceUnavailable, match="larger than the limit of 1048576 bytes"),
+        pytest.raises(NoAnswer, match="larger than the limit of 1048576 bytes"),
     ):
-        fetch_lag(address, "c")
+        json_answer("GET", address, None, {}, (WAIT, WAIT), None, "", most_bytes=1 << 20)
 
 
 @contextmanager
@@ -173,7 +172,7 @@ def told(location: str = "") -> Iterator[tuple[str, list[tuple[str, str, str, st
         thread.join()
 
 
-def test_a_change_goes_to_the_process_that_has_the_model_with_its_body_and_rights() -> None:
+def test_a_change_follows_to_the_owner_with_its_body_and_rights() -> None:
     with told() as (owner, asked), told(owner) as (other, first):
         Admin(Endpoint(other, TOKEN)).pause_consumer("c/1", "late")
     assert first == asked == [("PUT", "/consumers/c%2F1/pause", '{"reason": "late"}', RIGHTS)]
@@ -182,13 +181,13 @@ def test_a_change_goes_to_the_process_that_has_the_model_with_its_body_and_right
 @pytest.mark.parametrize(
     "location", ["https://127.0.0.1:1", "ftp://127.0.0.1:1", "http://elsewhere.example:1", "//"]
 )
-def test_a_token_does_not_follow_to_another_scheme_or_over_plain_text_to_another_machine(location: str) -> None:
+def test_a_token_follows_to_no_other_scheme_and_to_no_insecure_machine(location: str) -> None:
     with told(location) as (address, asked), pytest.raises(ServiceUnavailable):
         Admin(Endpoint(address, TOKEN)).delete_model("clicks")
     assert asked == [("DELETE", "/models/clicks", "", RIGHTS)]
 
 
-def test_processes_that_send_a_change_to_each_other_are_not_followed_for_ever() -> None:
+def test_endless_redirects_end_with_an_error() -> None:
     with told("http://127.0.0.1:1") as (address, asked):
         with pytest.raises(ServiceUnavailable):
             Admin(Endpoint(address, TOKEN)).resume_consumer("c")

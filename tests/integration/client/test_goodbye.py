@@ -22,6 +22,7 @@ from tests.support.waiting import wait_for
 from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
 
 from deltasync.client import Contradiction, NumpyTarget, Release, Shard, Subscriber, TableSpec
+from deltasync.client.connection import Tuning
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 _DIES_IN_A_RELEASE = """
@@ -30,19 +31,6 @@ from tests.support.wire import ReplicaStream
 replica = ReplicaStream(sys.argv[1], budget=1 << 30, replica="dies")
 replica.until("chunk")
 os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-_FORKED_INSIDE = """
-import os, signal, sys
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-options = SubscriberOptions(service=sys.argv[1], consumer="predictors", replica="p0")
-with Subscriber(options, NumpyTarget()) as replica:
-    replica.wait_for(1, 20)
-    child = os.fork()
-    signal.alarm(0 if child else 10)
-if not child:
-    os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
@@ -161,23 +149,13 @@ def test_of_two_of_one_name_the_older_one_stops(running: RunningService, caplog:
             assert len(running.get_json("/consumers/predictors")["replicas"]) == 1
 
 
-def test_the_copy_in_a_forked_process_has_nothing_to_say(running: RunningService) -> None:
-    with Trainer(running.grpc) as trainer:
-        trainer.publish_all()
-        command = [sys.executable, "-c", _FORKED_INSIDE, running.grpc]
-        done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True, timeout=60)
-        assert done.stdout == "0\n", done.stderr
-        assert events(running, "replica_joined") == 1
-        assert events(running, "replica_left") == 1
-
-
 @pytest.fixture
-def waiting(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subscriber]:
+def waiting(running: RunningService) -> Iterator[Subscriber]:
     """A replica whose connection is lost, and that tries again in an hour."""
-    monkeypatch.setattr("deltasync.client.subscriber.backoff", lambda: repeat(3600.0))
+    hourly = Tuning(pauses=lambda: repeat(3600.0))
     with Proxy(running.grpc) as proxy, Trainer(running.grpc) as trainer:
         through = type("Through", (), {"grpc": proxy.address})()
-        with follow(through, "predictors", "leaves", Recorder()) as replica:
+        with follow(through, "predictors", "leaves", Recorder(), tuning=hourly) as replica:
             wait_until_in_sync(running, "predictors", trainer.publish_all())
             proxy.cut()
             wait_for_lag(running, "predictors", lambda lag: lag["state"] == "away")

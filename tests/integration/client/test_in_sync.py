@@ -5,10 +5,12 @@ and has shown so by checksums. Each way in which it could be false:
 2.  tables are left out because the user says so, or a target keeps only some: `partial`, with their names;
 3.  a target says nothing of what it makes of a release (a callback, a store, ids without values): `delivered`;
 4.  a target cannot be read, or stops showing what it holds: `delivered`;
-5.  a replica comes back and claims what it held, though its memory is new: asked to show it, and repaired;
+5.  a replica comes back and claims what it held, though its memory is new: asked to show it, and repaired
+    (test_readiness.py);
 6.  an older client comes back, which acknowledges only releases: it is sent one without rows;
 7.  a replica that is asked shows nothing, or the wrong checksums: never `in sync`;
-8.  rows change while nothing is published, and so nothing is acknowledged: they are read again now and then;
+8.  rows change while nothing is published, and so nothing is acknowledged: they are read again now and
+    then (test_readiness.py);
 9.  a service starts anew and knows only offsets: nobody is taken for checked;
 10. one replica of several is none of all that: the state is that of the worst;
 11. the model does not exist, or nothing of it is published: `empty`; no table of it fits: `waiting`;
@@ -130,7 +132,7 @@ def test_who_follows_only_a_part_is_never_in_sync(
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("later", [[*TABLES, SHOP], [USER, TableSpec("item", 70, 16, ITEM.dtype)]])
-def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial_and_the_rest_goes_on(
+def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial(
     service: RunningService, consumer: str, later: list[TableSpec]
 ) -> None:
     target, lacking = TorchTarget(bags(*TABLES)), later[-1].name
@@ -176,34 +178,6 @@ def test_a_callback_is_delivered_to(service: RunningService, consumer: str) -> N
     assert all(release.changes for release in taken)
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_replica_that_claims_what_it_no_longer_holds_is_repaired(service: RunningService, consumer: str) -> None:
-    with Trainer(service.grpc) as trainer:
-        with follow(service, consumer, "a", Recorder()) as replica:
-            head = trainer.publish_all()
-            wait_until_in_sync(service, consumer, head)
-            held = replica.held
-        emptied = Recorder()
-        with follow(service, consumer, "a", emptied, held=held):
-            wait_for_lag(service, consumer, lambda lag: lag["damages"] == 2)
-            wait_until_in_sync(service, consumer, head)
-            assert emptied.bytes() == trainer.expected()
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_who_comes_back_is_asked_what_it_holds_and_no_more(service: RunningService, consumer: str) -> None:
-    target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
-        head = trainer.publish_all()
-        wait_until_in_sync(service, consumer, head)
-        releases = len(target.releases)
-        with ReplicaStream(service.grpc, consumer=consumer, replica="a") as other:
-            other.until("opened")  # It takes the place, and goes.
-        lag = wait_for_lag(service, consumer, lambda lag: lag["offset"] and lag["state"] == "in sync")
-        assert lag["replicas"][0]["checked"]
-        assert len(target.releases) == releases
-
-
 def right(end: Any) -> dict[int, int]:
     return {each.slot: each.sum for each in end.sums}
 
@@ -233,17 +207,6 @@ def test_a_claim_is_no_proof(service: RunningService, trainer: Trainer, consumer
         stream.release()
         stream.send(checked_ack(0, held, {0: 1, 1: 2}))
         until(service, consumer, "damaged", head)
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_what_changes_while_nothing_is_published_is_repaired(service: RunningService, consumer: str) -> None:
-    target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
-        head = trainer.publish_all()
-        wait_until_in_sync(service, consumer, head)
-        target.tables["item"][7] += 1
-        wait_for_lag(service, consumer, lambda lag: lag["damages"] == 1 and lag["state"] == "in sync")
-        assert target.bytes() == trainer.expected()
 
 
 def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ a limit, at least once since it was started. Each way in which it could be false
 And no replica that is ready is made to look otherwise by a trainer that pauses, or by a steady stream of cuts.
 """
 
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -38,8 +36,6 @@ from tests.support.fleet import (
     lost,
     wait_for_lag,
 )
-from tests.support.process import environment
-from tests.support.programs import killed
 from tests.support.server import RunningService
 from tests.support.state import Reachable
 from tests.support.wire import ReplicaStream, ack
@@ -57,6 +53,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
+from deltasync.client.connection import Tuning
 
 LIMIT = 30.0
 POLICIES = {
@@ -83,11 +80,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of the replicas."""
-    clock = Clock()
-    monkeypatch.setattr("deltasync.client.subscriber.steady_ns", clock)
-    return clock
+def clock() -> Clock:
+    """The clock of the replicas."""
+    return Clock()
 
 
 @pytest.fixture
@@ -194,24 +189,18 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
     assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-readiness"]
 
 
-def test_a_replica_that_is_ready_has_its_version(
+def test_a_replica_has_a_version_exactly_when_it_is_ready(
     service: RunningService, trainer: Trainer, impatient_threads: None
 ) -> None:
     head = trainer.publish_all()
-    for name in map(str, range(40)):
+    for name in map(str, range(80)):
         with follow(service, "predictors", name, CallbackTarget(lambda _: None)) as replica:
-            replica.wait_until_ready(WAIT)
-            assert (replica.held, replica.version) == (head, head)
-
-
-def test_a_replica_that_has_a_version_is_ready(
-    service: RunningService, trainer: Trainer, impatient_threads: None
-) -> None:
-    head = trainer.publish_all()
-    for name in map(str, range(40)):
-        with follow(service, "predictors", name, CallbackTarget(lambda _: None)) as replica:
-            replica.wait_for(head, WAIT)
-            assert replica.ready, replica.readiness
+            if int(name) % 2:
+                replica.wait_until_ready(WAIT)
+                assert (replica.held, replica.version) == (head, head)
+            else:
+                replica.wait_for(head, WAIT)
+                assert replica.ready, replica.readiness
 
 
 def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:
@@ -231,7 +220,7 @@ def test_a_pause_of_the_trainer_keeps_replicas_ready(
     """However long, and whatever their targets: what they hold is the newest, and the service keeps saying so."""
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
-    with follow(service, consumer, "a", make()) as replica:
+    with follow(service, consumer, "a", make(), tuning=Tuning(clock=clock)) as replica:
         replica.wait_until_ready(WAIT)
         service_clock.move_on(3600)
         clock.move_on(3600)
@@ -239,7 +228,7 @@ def test_a_pause_of_the_trainer_keeps_replicas_ready(
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_path: Path, consumer: str) -> None:
+def test_a_replica_with_earlier_rows_is_ready_once_the_service_confirms(tmp_path: Path, consumer: str) -> None:
     with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
         with Trainer(service.grpc) as trainer, follow(service, consumer, "a", NumpyTarget()) as replica:
             replica.wait_for(trainer.publish_all(), WAIT)
@@ -258,7 +247,7 @@ def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_a_replica_that_was_away_is_not_ready_before_it_holds_what_came_meanwhile(
+def test_a_replica_that_was_away_is_ready_once_it_has_caught_up(
     service: RunningService, trainer: Trainer, service_clock: Clock, consumer: str
 ) -> None:
     """With its whole fleet away, the release it holds is still the newest when it comes back."""
@@ -292,76 +281,24 @@ def test_a_short_absence_is_no_reason(service: RunningService, trainer: Trainer,
 
 
 @pytest.mark.parametrize("consumer", WITH_LIMIT)
-def test_what_was_on_its_way_while_a_replica_stood_still_shows_nothing(
-    service: RunningService, clock: Clock, monkeypatch: pytest.MonkeyPatch, consumer: str
+def test_messages_from_before_a_standstill_make_no_replica_ready(
+    service: RunningService, clock: Clock, consumer: str
 ) -> None:
-    """The service has said again and again meanwhile that this is the newest."""
-    target, told = Held(), Told()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, on_readiness=told) as replica:
-        trainer.publish_all()
-        assert told.next().yes
-        target.hold()
-        head = trainer.change(5)
-        assert target.begun.wait(WAIT)
-        shown = list[bool]()
-        show = replica._show
-
-        def shows(*arguments: Any, **named: Any) -> None:
-            show(*arguments, **named)
-            shown.append(replica.ready)
-
-        monkeypatch.setattr(replica, "_show", shows)
-        clock.move_on(2 * LIMIT)
-        assert not replica.ready
-        target.go.set()
-        replica.wait_for(head, WAIT)
-        replica.wait_until_ready(WAIT)
-        assert shown[0] is False
-
-
-REPLICA = """
-import sys
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-options = SubscriberOptions(service=sys.argv[1], consumer="quick", replica="frozen")
-with Subscriber(options, NumpyTarget()) as replica:
-    for line in sys.stdin:
-        if line == "wait\\n":
-            replica.wait_until_ready(60)
-        print(replica.ready, flush=True)
-"""
-
-
-@pytest.mark.nightly
-def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> None:
-    """Nobody answers it any more when it goes on: it has what had come meanwhile."""
-    with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
+    """The service has gone since: all that the replica still reads was true when it was sent."""
+    target = Held()
+    with follow(service, consumer, "a", target, tuning=Tuning(clock=clock)) as replica:
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
-        process = subprocess.Popen(
-            [sys.executable, "-c", REPLICA, service.grpc],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        with killed(process):
-            assert ask(process, "wait") == "True"
-            process.send_signal(signal.SIGSTOP)
-            wait_for_lag(service, "quick", lambda lag: lag["replicas"][0]["seconds_since_ack"] > 1.5)
-            service.stop()
-            process.send_signal(signal.SIGCONT)
-            assert ask(process, "now") == "False"
-            port = int(service.grpc.rpartition(":")[2])
-            with RunningService(tmp_path / "data", policies=POLICIES, grpc_port=port, **OPTIONS):
-                assert ask(process, "wait") == "True"
-
-
-def ask(process: "subprocess.Popen[str]", what: str) -> str:
-    """What the process answers."""
-    assert process.stdin
-    assert process.stdout
-    print(what, file=process.stdin, flush=True)
-    return process.stdout.readline().strip()
+            replica.wait_until_ready(WAIT)
+            target.hold()
+            head = trainer.change(5)
+            assert target.begun.wait(WAIT)
+        clock.move_on(2 * LIMIT)
+        assert not replica.ready
+        service.stop()
+        target.go.set()
+        replica.wait_for(head, WAIT)
+        assert not replica.ready
 
 
 @pytest.mark.parametrize("consumer", ["quick", "predictors"])
@@ -398,19 +335,22 @@ def test_one_that_holds_other_rows_is_not_ready_until_repaired(service: RunningS
             assert target.bytes() == trainer.expected()
 
 
-def test_a_replica_that_has_lost_what_it_says_it_holds_is_not_ready(service: RunningService) -> None:
+@pytest.mark.parametrize("consumer", EVERY)
+def test_a_replica_that_has_lost_its_rows_is_repaired_before_it_is_ready(
+    service: RunningService, consumer: str
+) -> None:
     with Trainer(service.grpc) as trainer:
-        with follow(service, "limited", "a", NumpyTarget()) as replica:
+        with follow(service, consumer, "a", NumpyTarget()) as replica:
             replica.wait_for(trainer.publish_all(), WAIT)
         target, told = Watched(), Told()
-        with follow(service, "limited", "a", target, held=replica.held, on_readiness=told) as empty:
+        with follow(service, consumer, "a", target, held=replica.held, on_readiness=told) as empty:
             target.watch(empty)
             empty.wait_until_ready(WAIT)
             assert target.bytes() == trainer.expected()
             assert target.ready == [False, False], "asked to show it, then repaired"
 
 
-def test_what_was_held_of_another_history_shows_nothing_of_what_had_to_be_repaired(
+def test_rows_of_another_history_do_not_make_repaired_rows_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the rows that take its place nobody has said that they are new."""
@@ -463,7 +403,7 @@ def test_a_table_that_a_target_can_follow_no_more_gets_older(service: RunningSer
     tables = [*TABLES, TableSpec("left out", 10, 4)]
     with (
         Trainer(service.grpc, tables) as trainer,
-        follow(service, "limited", "a", target) as replica,
+        follow(service, "limited", "a", target, tuning=Tuning(clock=clock)) as replica,
         follow(service, "predictors", "b", others) as other,
     ):
         replica.wait_for(trainer.publish_all(), WAIT)
@@ -527,16 +467,6 @@ def test_another_limit_is_told_and_sends_no_row_again(service: RunningService) -
         assert service.get_json("/consumers/predictors")["policy"]["ready_within_seconds"] is None
         admin_of(service).update_consumer("top", Policy(top_k=0.5, ready_within_seconds=7))
     assert target.received_rows == sum(table.rows for table in TABLES)
-
-
-def test_a_client_without_tokens_is_not_sent_away_for_another_limit(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="old") as stream:
-        head = trainer.publish_all()
-        stream.release()
-        stream.send(ack(0, head))
-        admin_of(service).update_consumer("predictors", Policy(ready_within_seconds=7))
-        for _ in range(5):
-            assert stream.until("progress").token == 0
 
 
 def test_tokens_come_back_and_are_not_looked_into(service: RunningService, trainer: Trainer) -> None:

@@ -1,18 +1,21 @@
 """Whoever asks a replica to read all of its rows again hears how they compare, table by table."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from tests.support.command import deltasync
 from tests.support.fleet import (
     ITEM,
     USER,
+    WAIT,
     Recorder,
     Trainer,
     admin_of,
@@ -24,11 +27,16 @@ from tests.support.fleet import (
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
+from torch import nn
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
-from deltasync.client import Position
+from deltasync.cli.lag import BEHIND
+from deltasync.client import CallbackTarget, Position, TableSpec
+from deltasync.client.connection import Tuning
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.consumers.consumer import ReplicaVerification
 from deltasync.core.policy import Policy
+from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 from deltasync.wire.messages import position_from_message
 
@@ -37,17 +45,8 @@ CONSUMERS = ["top", "predictors"]
 NOT_KNOWN = "its checksum differs; the rows that differ are unknown"
 
 
-@pytest.fixture
-def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is found by chance: only who is asked reads its rows again."""
-    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
-
-
-@pytest.fixture
-def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica answers after every four rows."""
-    monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
+# A replica reads rows only when asked, and answers after every four rows.
+UNSWEPT, SLICES = Tuning(sweeps=False), Tuning(sweeps=False, read_seconds=0, read_rows=4)
 
 
 def verified(service: RunningService, consumer: str = "predictors") -> dict[str, dict[str, Any]]:
@@ -59,14 +58,13 @@ def statuses(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: table["status"] for name, table in tables.items()}
 
 
-@pytest.mark.usefixtures("unswept")
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_damaged_table_is_named_and_is_right_again(
     service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str
 ) -> None:
     caplog.set_level(logging.INFO, "deltasync.events")
     target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, tuning=UNSWEPT):
         head = trainer.publish_all()
         wait_until_in_sync(service, consumer, head)
         before = verified(service, consumer)
@@ -90,60 +88,47 @@ def test_a_damaged_table_is_named_and_is_right_again(
     assert f"table user: {NOT_KNOWN}" in said[1]
 
 
-@pytest.mark.usefixtures("unswept", "in_slices")
 @pytest.mark.parametrize("row", [0, USER.rows - 1])
 def test_a_row_that_was_repaired_before_all_were_read_has_differed(service: RunningService, row: int) -> None:
     target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target, tuning=SLICES):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         target.tables["user"][row, 3] += 1
         found = verified(service)
         assert statuses(found) == {"user": "differs", "item": "equal"}
 
 
-@pytest.mark.usefixtures("in_slices")
-def test_releases_go_on_while_all_rows_are_read(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, half = Recorder(), threading.Event()
-    questions, published = [], threading.Event()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+class Pausing(Recorder):
+    """Pauses at the third block that is read after `armed` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+        self.blocks, self.begun, self.go = 0, threading.Event(), threading.Event()
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        self.blocks += self.armed
+        if self.blocks == 3:
+            self.begun.set()
+            assert self.go.wait(WAIT)
+        return super().read(table, ids)
+
+
+def test_a_replica_applies_releases_while_it_reads_all_rows_again(service: RunningService) -> None:
+    target = Pausing()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target, tuning=SLICES):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
-        read_again = replica._read_again
-
-        def told(assembler: Any, progress: Any, requests: Any) -> None:
-            questions.append(position_from_message(progress.head).number)
-            if len(questions) == 3:
-                half.set()
-                assert published.wait(20)
-            read_again(assembler, progress, requests)
-
-        monkeypatch.setattr(replica, "_read_again", told)
+        target.armed = True
         with ThreadPoolExecutor() as asking:
-            found: Future[dict[str, dict[str, Any]]] = asking.submit(verified, service)
-            assert half.wait(20)
+            found = asking.submit(admin_of(service).verify_replica, "predictors", "a", timeout_seconds=WAIT)
+            assert target.begun.wait(WAIT)
             head = trainer.change(5)
-            published.set()
-            assert statuses(found.result(20)) == {"user": "equal", "item": "equal"}
-        assert questions[0] < head.number == questions[-1]
+            target.go.set()
+            assert {each["status"] for each in found.result(WAIT)["tables"]} == {"equal"}
+            assert found.result()["version"] == head.number
         assert target.bytes() == trainer.expected()
-
-
-@pytest.mark.usefixtures("in_slices", "unswept")
-def test_nothing_else_is_sent_between_two_slices(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()) as replica:
-        wait_until_in_sync(service, "predictors", trainer.publish_all())
-        go_on = replica._go_on
-
-        def told(assembler: Any, progress: Any, requests: Any) -> None:
-            asked.append(progress.read_again)
-            go_on(assembler, progress, requests)
-
-        monkeypatch.setattr(replica, "_go_on", told)
-        verified(service)
-    questions = [at for at, number in enumerate(asked) if number]
-    slices = -(-USER.rows // 4) + -(-ITEM.rows // 4)
-    assert len(questions) == slices
-    assert questions[-1] - questions[0] == slices - 1
+        # No block is read twice. Two blocks are read to learn which tables the target keeps.
+        assert target.blocks <= -(-USER.rows // 4) + -(-ITEM.rows // 4) + 2
 
 
 def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
@@ -188,12 +173,11 @@ def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService,
             found.result(20)
 
 
-@pytest.mark.usefixtures("unswept")
 def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: Path) -> None:
     """A service that has started anew, or another that the model has moved to, asks nothing a second time."""
     target = Recorder()
     with RunningService(tmp_path / "data") as first, Trainer(first.grpc) as trainer:
-        replica = follow(first, "predictors", "a", target)
+        replica = follow(first, "predictors", "a", target, tuning=UNSWEPT)
         head = trainer.publish_all()
         wait_until_in_sync(first, "predictors", head)
         assert statuses(verified(first)) == {"user": "equal", "item": "equal"}
@@ -229,3 +213,77 @@ def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> No
         grpc.StatusCode.INVALID_ARGUMENT,
         "an ack has read_again 1, which the service did not send",
     )
+
+
+def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
+    return deltasync("verify", "predictors", "--service", service.http, *arguments, token="secret")  # noqa: S106
+
+
+def test_the_command_names_the_replica_and_table_that_differ(service: RunningService, trainer: Trainer) -> None:
+    code, _, said = verify(service)
+    assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
+    good, bad = Recorder(), Recorder()
+    with (
+        follow(service, "predictors", "good", good),
+        follow(service, "predictors", "bad", bad, tuning=UNSWEPT),
+    ):
+        position = trainer.publish_all()
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        code, shown, said = verify(service)
+        assert (code, shown.count(" equal ")) == (0, 4)
+        assert said.splitlines() == [f"replica {name} is reading its rows again" for name in ("bad", "good")]
+        bad.tables["user"][7, 0] += 1
+        code, shown, _ = verify(service)
+        assert (code, shown.count(" equal "), shown.count(" differs ")) == (BEHIND, 3, 1)
+        assert "bad " in next(line for line in shown.splitlines() if "differs" in line)
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        assert verify(service, "--replica", "bad")[0] == 0
+    with follow(service, "predictors", "looks", Recorder(), guest=True) as guest:
+        guest.wait_for(position, WAIT)
+        assert "has no replicas" in verify(service)[2]  # Of guests nobody is asked.
+
+
+def test_a_replica_that_shows_nothing_hides_no_other(service: RunningService, trainer: Trainer) -> None:
+    module = nn.Module()
+    module.user = nn.EmbeddingBag(USER.rows, USER.dim)
+    position = trainer.publish_all()
+    with lost(follow(service, "predictors", "away", Recorder())) as away:
+        away.wait_for(position, WAIT)
+    with (
+        follow(service, "predictors", "good", Recorder()) as good,
+        follow(service, "predictors", "plain", CallbackTarget(lambda _: None)) as plain,
+        follow(service, "predictors", "part", TorchTarget(module, leave_out=["item"])) as part,
+    ):
+        for each in (good, plain, part):
+            each.wait_for(position, WAIT)
+        wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == 4 * [1])
+        code, shown, _ = verify(service, "--json")
+        found = json.loads(shown)
+        assert (code, {(each["replica"], each["table"]): each["status"] for each in found}) == (
+            BEHIND,
+            {
+                ("away", ""): "not shown",
+                ("good", "user"): "equal",
+                ("good", "item"): "equal",
+                ("part", "user"): "equal",
+                ("part", "item"): "not held",
+                ("plain", "user"): "not shown",
+                ("plain", "item"): "not shown",
+            },
+        )
+        assert all(bool(each["held"]) == (each["status"] == "equal") for each in found)
+        why = {each["replica"]: each["reason"] for each in found}
+        assert "away for" in why["away"]
+        code, shown, _ = verify(service)
+        assert (code, shown.count("away for"), shown.count(" equal ")) == (BEHIND, 1, 3)
+        assert "None" not in shown
+        assert verify(service, "--replica", "good")[0] == 0
+        for name in ("part", "plain", "old", "away", "nobody"):
+            code, shown, _ = verify(service, "--replica", "good", "--replica", name)
+            assert (code, shown.count(" equal ")) == (BEHIND, 3 if name == "part" else 2), name
+
+
+def test_without_a_right_there_is_one_error(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish_all()
+    code, shown, said = deltasync("verify", "predictors", "--replica", "a", "--service", service.http)
+    assert (code, shown, "DELTASYNC_TOKEN" in said) == (1, "", True)

@@ -43,7 +43,7 @@ def test_both_sides_of_a_dead_connection_notice_and_go_on(service: RunningServic
         assert not {*before} & {*proxy.peers[len(before) :]}, "a new stream has a new connection"
 
 
-def test_an_idle_publisher_and_the_service_notice_that_its_connection_is_dead(
+def test_an_idle_publisher_and_the_service_notice_a_dead_connection(
     service: RunningService, proxy: GrpcProxy
 ) -> None:
     with Trainer(proxy.address, run="idle", started=2) as trainer:
@@ -57,7 +57,7 @@ def test_an_idle_publisher_and_the_service_notice_that_its_connection_is_dead(
         assert trainer.publisher.connection.connected
 
 
-def test_a_silent_replica_counts_as_away_and_clients_that_never_sent_alive_stay(
+def test_a_silent_replica_is_away_and_clients_without_alive_stay(
     service: RunningService, proxy: GrpcProxy
 ) -> None:
     """Clients in other languages need not send it."""
@@ -79,7 +79,7 @@ def test_a_silent_replica_counts_as_away_and_clients_that_never_sent_alive_stay(
         assert rank_line["connected"]
 
 
-def test_a_service_that_answers_nothing_is_given_up_after_the_timeout_of_the_endpoint(
+def test_a_silent_service_is_given_up_after_the_endpoints_timeout(
     service: RunningService, proxy: GrpcProxy
 ) -> None:
     proxy.fall_silent(for_good=True)

@@ -9,6 +9,7 @@ from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow,
 from tests.support.server import RunningService
 
 from deltasync.base.logs import Progress
+from deltasync.client.connection import Tuning
 
 Told = dict[str, list[tuple[int, int]]]
 
@@ -46,12 +47,9 @@ def test_a_copy_of_a_checkpoint(service: RunningService, told: Told) -> None:
         check(told, "copying a checkpoint")
 
 
-def test_a_replica_that_reads_its_rows_again(
-    service: RunningService, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
+def test_a_replica_that_reads_its_rows_again(service: RunningService, told: Told) -> None:
+    tuning = Tuning(read_seconds=0, read_rows=4)
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder(), tuning=tuning):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         admin_of(service).verify_replica("predictors", "a", timeout_seconds=20)
     those = told["replica 'a': reading its rows again"]

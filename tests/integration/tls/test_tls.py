@@ -25,7 +25,6 @@ from tests.support.waiting import wait_for
 from deltasync.access import tls
 from deltasync.access.tls import TlsOptions, names_of_auth_context, names_of_certificate
 from deltasync.client import Admin, Endpoint, InvalidInput, NotPermitted, ServiceUnavailable
-from deltasync.client.admin import fetch_lag
 
 WAIT = 20.0
 
@@ -138,7 +137,7 @@ def test_rows_go_from_a_trainer_to_a_replica(service: RunningService, pki: Pki) 
         replica.wait_for(head, WAIT)
     assert target.bytes() == trainer.expected()
     assert service.http.startswith("https://")
-    assert fetch_lag(pki.endpoint(service.grpc, http=service.http), "predictors")["head"] == 1
+    assert Admin(pki.endpoint(service.grpc, http=service.http)).consumer("predictors")["head"] == 1
 
 
 def follow_with(endpoint: Endpoint, target: Any) -> Any:
@@ -154,7 +153,7 @@ def test_a_client_without_a_certificate_is_refused_by_grpc_and_not_by_http(
     nobody = Endpoint(service.grpc, ca=pki.path("services-ca"))
     with pytest.raises(ServiceUnavailable, match="may need a client certificate: set cert and key"):
         checked(nobody)
-    assert fetch_lag(replace(nobody, http=service.http), "predictors")["state"]
+    assert Admin(replace(nobody, http=service.http)).consumer("predictors")["state"]
 
 
 def test_a_foreign_certificate_is_refused(service: RunningService, pki: Pki) -> None:
@@ -183,7 +182,7 @@ def test_a_service_of_another_name_is_not_believed_unless_that_name_is_given(tmp
 
 def ask(endpoint: Endpoint) -> object:
     if endpoint.address.startswith("https://"):
-        return fetch_lag(endpoint, "predictors")
+        return Admin(endpoint).consumer("predictors")
     return checked(endpoint)
 
 
@@ -218,7 +217,7 @@ def test_plain_text_and_tls_find_each_other_out(tmp_path: Path, service: Running
     with pytest.raises(ServiceUnavailable, match="this port may need TLS: set ca"):
         checked(Endpoint(service.grpc))
     with pytest.raises(ServiceUnavailable, match="this port may need TLS"):
-        fetch_lag(service.http.replace("https", "http"), "predictors")
+        Admin(service.http.replace("https", "http")).consumer("predictors")
     with RunningService(tmp_path / "plain") as plain:
         for address in (plain.grpc, plain.http.replace("http", "https")):
             with pytest.raises(ServiceUnavailable, match="this port does not use TLS"):
@@ -434,12 +433,12 @@ def test_a_certificate_has_its_roles_on_both_ports(tmp_path: Path, pki: Pki) -> 
         pki.issue_client("reader.example")
         reader = pki.endpoint(service.grpc, http=service.http)
         assert [each["consumer"] for each in Admin(reader).consumers()] == ["predictors", "probes"]
-        assert fetch_lag(reader, "predictors")["state"]
+        assert Admin(reader).consumer("predictors")["state"]
         with pytest.raises(NotPermitted, match="has no role admin"):
             Admin(reader).pause_consumer("probes")
         pki.issue_client("stranger.example")
-        for ask in (lambda: Admin(reader).consumers(), lambda: fetch_lag(reader, "predictors")):
+        for ask in (lambda: Admin(reader).consumers(), lambda: Admin(reader).consumer("predictors")):
             with pytest.raises(NotPermitted, match="role read is required"):
                 ask()
         with pytest.raises(NotPermitted, match="role read is required"):
-            fetch_lag(Endpoint(service.http, ca=pki.path("services-ca")), "predictors")
+            Admin(Endpoint(service.http, ca=pki.path("services-ca"))).consumer("predictors")

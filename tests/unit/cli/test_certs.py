@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from deltasync.access.tls import Certificates, TlsOptions
 from deltasync.cli.certs import certs
-from deltasync.client.endpoint import TlsFiles
+from deltasync.client.endpoint import Endpoint
 
 
 def test_what_is_made_is_what_both_sides_take(tmp_path: Path) -> None:
@@ -21,7 +21,9 @@ def test_what_is_made_is_what_both_sides_take(tmp_path: Path) -> None:
     assert "for a trial, until 2" in done.output
     pair = {"cert": folder / "service.pem", "key": folder / "service-key.pem"}
     Certificates.read(TlsOptions(**pair, client_ca=folder / "ca.pem"))
-    TlsFiles(folder / "ca.pem", folder / "trainer.pem", folder / "trainer-key.pem").credentials()
+    Endpoint.of_grpc(
+        Endpoint("db:1", ca=folder / "ca.pem", cert=folder / "trainer.pem", key=folder / "trainer-key.pem")
+    )
     names = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert {name: mode for name, mode in names.items() if name.endswith("-key.pem")} == {
         "service-key.pem": 0o600,

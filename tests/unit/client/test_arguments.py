@@ -21,7 +21,6 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.client.admin import fetch_lag
 from deltasync.client.targets.torch_compiled import CompiledModule
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.trainer.sync import DeltaSync, SyncOptions
@@ -92,7 +91,6 @@ A_MODULE = "expected Module: the model, not its state_dict()"
         (Endpoint, (("localhost", 1),), f"{ENDPOINT}address is of type tuple, expected str"),
         (Endpoint, ("localhost:1", 5), f"{ENDPOINT}token is of type int, expected str"),
         (Admin, (SUBSCRIBES,), f"{ENDPOINT}address is of type SubscriberOptions, expected str"),
-        (fetch_lag, (SUBSCRIBES, "c"), f"{ENDPOINT}address is of type SubscriberOptions, expected str"),
         (replace, (SUBSCRIBES, "held", 5), "SubscriberOptions(...): held is of type int, expected Position"),
         (replace, (SUBSCRIBES, "consumer", None), "consumer name is None, expected str"),
         (

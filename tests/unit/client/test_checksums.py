@@ -1,7 +1,5 @@
 """Checksums of a target, against what it really holds."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -52,10 +50,10 @@ class Followed:
         touched: rows that something else has written since they were sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_rows: int) -> None:
         self.tables = list(TABLES)
-        self.target = Careless()
-        self.checksums = TargetChecksums(self.target)
+        self.target, self._block_rows = Careless(), block_rows
+        self.checksums = TargetChecksums(self.target, block_rows)
         self.sent = {table.name: np.zeros((table.rows, table.dim), table.dtype) for table in TABLES}
         self.touched = set[tuple[str, int]]()
         self._version = 0
@@ -87,7 +85,7 @@ class Followed:
 
     def start_again(self) -> None:
         """As a new process does over the same target: what it holds is taken as it is."""
-        self.checksums = TargetChecksums(self.target)
+        self.checksums = TargetChecksums(self.target, self._block_rows)
         self.sent = {name: rows.copy() for name, rows in self.target.tables.items()}
         self.touched = set()
         self.apply([])
@@ -137,20 +135,12 @@ def grow(followed: Followed, name: str) -> None:
     followed.apply([])
 
 
-@contextmanager
-def blocks_of(rows: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", rows)
-        yield
-
-
 @given(st.data(), st.integers(1, 3))
 def test_what_is_told_is_what_is_held_in_the_end(data: st.DataObject, rows: int) -> None:
-    with blocks_of(rows):
-        followed = Followed()
-        for _ in range(data.draw(st.integers(1, 8))):
-            step(data, followed)
-        assert followed.look_at_all() == followed.held()
+    followed = Followed(rows)
+    for _ in range(data.draw(st.integers(1, 8))):
+        step(data, followed)
+    assert followed.look_at_all() == followed.held()
 
 
 def release_of(values: Values, ids: list[int]) -> Release:
@@ -207,7 +197,7 @@ def test_a_local_target_tells_what_it_has_written_without_being_read(name: str) 
 
 
 @pytest.mark.parametrize("read_back", [False, True])
-def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
+def test_damaged_rows_are_reported_until_they_come_again(
     read_back: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
@@ -230,24 +220,22 @@ def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
 def test_a_digest_that_came_damaged_is_damage_though_the_row_is_not() -> None:
     """Nobody can say which of both is right."""
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
-    with blocks_of(1):  # Of which the sweep reads the first one, which did not come.
-        checksums = TargetChecksums(target)
-        right = release.rows[0].digested()
-        assert right.digests is not None
-        wrong = replace(release, rows=[replace(right, digests=right.digests + np.array([0, 1], np.uint64))])
-        assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
+    checksums = TargetChecksums(target, 1)  # The sweep reads row 0, which did not come.
+    right = release.rows[0].digested()
+    assert right.digests is not None
+    wrong = replace(release, rows=[replace(right, digests=right.digests + np.array([0, 1], np.uint64))])
+    assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
 
 
 def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:
     """As on another stream: what was found on the one before may be repaired by now."""
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     target.apply(release)
-    with blocks_of(4):
-        checksums = TargetChecksums(target)
-        checksums.after(release)
-        assert [checksums.read_again(1, 0.0) for _ in range(2)] == [5, 1]
-        checksums.forget_question()
-        assert checksums.read_again(1, 0.0) == 5
+    checksums = TargetChecksums(target, 4)
+    checksums.after(release)
+    assert [checksums.read_again(1, 0.0) for _ in range(2)] == [5, 1]
+    checksums.forget_question()
+    assert checksums.read_again(1, 0.0) == 5
 
 
 def test_a_table_that_a_target_ceases_to_hold_is_not_taken_for_whole() -> None:

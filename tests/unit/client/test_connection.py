@@ -10,21 +10,22 @@ from hypothesis import strategies as st
 
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.client import NumpyTarget, Publisher, PublisherOptions, Subscriber, SubscriberOptions
-from deltasync.client.causes import meaning
 from deltasync.client.connection import Connectivity, should_log
+from deltasync.client.endpoint import meaning
 
 
 class Clock:
     """Time as a test has it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.seconds = 1_000.0
-        patch.setattr("deltasync.client.connection.steady_ns", lambda: round(self.seconds * 1e9))
+    seconds = 1_000.0
+
+    def __call__(self) -> int:
+        return round(self.seconds * 1e9)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock() -> Clock:
+    return Clock()
 
 
 def failed(
@@ -36,7 +37,7 @@ def failed(
 
 
 def test_it_says_since_when_and_why(clock: Clock) -> None:
-    link = Connectivity("rank 0")
+    link = Connectivity("rank 0", clock)
     assert str(link.now) == "not connected for 0.0 s, 0 attempts failed"
     failed(link, clock, times=3, pause=2)
     assert (link.now.connected, link.now.attempts, link.now.last_error) == (False, 3, "nobody there")
@@ -54,7 +55,7 @@ def test_it_says_since_when_and_why(clock: Clock) -> None:
 
 def test_an_hour_without_a_service_has_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    link = Connectivity("rank 0")
+    link = Connectivity("rank 0", clock)
     failed(link, clock, times=720)
     lines = [each.getMessage() for each in caplog.records]
     assert len(lines) == 6
@@ -69,7 +70,7 @@ def test_one_that_comes_and_goes_has_few_lines(
     clock: Clock, caplog: pytest.LogCaptureFixture, errors: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    link = Connectivity("rank 0")
+    link = Connectivity("rank 0", clock)
     for number in range(3_600):
         link.note_connected()
         failed(link, clock, f"error {number % errors}", pause=1)

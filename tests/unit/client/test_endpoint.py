@@ -1,6 +1,7 @@
 """Where a service is reached, with which rights, and which of its processes a client asks next."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,7 @@ from deltasync.access.roles import checked_token
 from deltasync.base.errors import Contradiction, DeltasyncError, NotOwner, Owner, ServiceUnavailable
 from deltasync.cli.endpoint_options import operator_options, service_options
 from deltasync.client import Admin, Endpoint, InvalidInput
-from deltasync.client.admin import fetch_lag
-from deltasync.client.endpoint import endpoint_settings
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Route, endpoint_settings
 
 TOKEN = "hush"  # noqa: S105
 ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -29,24 +28,19 @@ def test_an_address_alone_is_an_endpoint_without_rights() -> None:
     assert Endpoint.of_grpc(endpoint) is endpoint
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "host:port", ":80", "http://h:80", "https://h:80"])
-def test_what_answers_no_grpc_is_refused(address: str) -> None:
-    for service in (address, Endpoint(address, "t")):
-        with pytest.raises(InvalidInput, match=f"service '{address}': expected HOST:PORT"):
-            Endpoint.of_grpc(service)
-    with pytest.raises(InvalidInput, match=f"service '{address}': expected HOST:PORT"):
-        Endpoint.of_grpc(f"h:1,{address}")
-
-
 @pytest.mark.parametrize(
-    "address", ["", "nowhere", "h:80", "ftp://h:80", "http://", "http://h:port", "http://[::1"]
+    ("kind", "addresses"),
+    [
+        (Endpoint.of_grpc, ["", "nowhere", "host:port", ":80", "http://h:80", "https://h:80"]),
+        (Endpoint.of_http, ["", "nowhere", "h:80", "ftp://h:80", "http://", "http://h:port", "http://[::1"]),
+    ],
 )
-def test_what_answers_no_http_is_refused(address: str) -> None:
-    for service in (address, Endpoint(address, "t")):
-        with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
-            fetch_lag(service, "predictors")
-        with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
-            Admin(service)
+def test_a_malformed_address_is_refused(kind: Callable[[Endpoint | str], Endpoint], addresses: list[str]) -> None:
+    scheme = "http://" if kind == Endpoint.of_http else ""
+    for address in addresses:
+        for service in (address, Endpoint(address, "t"), f"{scheme}h:1,{address}"):
+            with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected {scheme}HOST:PORT")):
+                kind(service)
 
 
 def test_a_scheme_is_the_same_in_capitals() -> None:
@@ -161,7 +155,7 @@ def test_a_token_is_not_sent_over_plain_text_to_another_machine(host: str) -> No
         with pytest.raises(InvalidInput, match="in plain text"):
             Endpoint(f"{host}:1", **rights).channel()
         with pytest.raises(InvalidInput, match="in plain text"):
-            fetch_lag(Endpoint(f"http://{host}:1", **rights), "c")
+            Admin(Endpoint(f"http://{host}:1", **rights)).consumer("c")
     Admin(Endpoint(f"http://{host}:1", "hush", insecure=True))
 
 
@@ -284,7 +278,7 @@ def test_what_another_process_would_answer_too_is_asked_of_none(error: Deltasync
 
 
 @pytest.mark.parametrize("address", ["elsewhere.example:7", "no address"])
-def test_a_token_goes_to_no_other_machine_over_plain_text_and_nobody_to_what_is_no_address(address: str) -> None:
+def test_a_route_ignores_owners_that_it_cannot_use_safely(address: str) -> None:
     one = route(token="secret")  # noqa: S106
     one.turn(named(address))
     assert one.endpoint.address in ALL

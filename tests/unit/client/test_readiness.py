@@ -218,9 +218,9 @@ def test_each_change_is_told_once_and_the_end_too() -> None:
     for _ in range(3):
         readiness.holds(clock())
     assert told.next().yes
-    readiness.differs(["user"])
+    readiness.note(wrong=("user",))
     assert told.next().reason == "its rows differ from the service's in user"
-    readiness.differs([])
+    readiness.note(wrong=())
     assert told.next().yes
     readiness.end("it has failed")
     readiness.end("it was closed")
@@ -238,8 +238,8 @@ def test_a_change_that_is_over_by_then_is_told_too() -> None:
 
     readiness = Readiness("a", slowly, Clock())
     readiness.holds(100 * SECOND)
-    readiness.differs(["user"])
-    readiness.differs([])
+    readiness.note(wrong=("user",))
+    readiness.note(wrong=())
     go_on.set()
     assert [told.next().yes for _ in range(3)] == [True, False, True]
     readiness.end("done")
@@ -268,11 +268,11 @@ def test_the_end_of_the_limit_is_told_though_nothing_comes(later: bool) -> None:
     told, started = Told(), itertools.count(1)
     readiness = Readiness("a", told, lambda: next(started) * 10**6)
     if not later:
-        readiness.limit(0.02)
+        readiness.note(limit_ns=20_000_000)
     readiness.holds(10**6)
     assert told.next().yes
     if later:
-        readiness.limit(0.02)
+        readiness.note(limit_ns=20_000_000)
     assert not told.next().yes
     readiness.end("done")
     readiness.close()
@@ -320,7 +320,7 @@ def test_waiting_ends_when_it_is_ready_has_ended_or_lasts_too_long() -> None:
     assert readiness.wait(0) == Decision(False, "it has not yet connected to the service")
     threading.Thread(target=lambda: readiness.holds(100 * SECOND)).start()
     assert readiness.wait(WAIT).yes
-    readiness.differs(["user"])
+    readiness.note(wrong=("user",))
     threading.Thread(target=lambda: readiness.end("done")).start()
     assert readiness.wait(WAIT) == Decision(False, "done")
     readiness.close()

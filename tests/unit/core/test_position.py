@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.seals import sealed
 
-from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of, next_epoch
+from deltasync.core.position import NOWHERE, Position, can_continue, is_discarded, line_of, next_epoch, reaches
 from deltasync.core.seal import SealHistory
 
 KEPT = 4  # Seals of a history.
@@ -185,3 +185,20 @@ def test_nobody_is_sent_everything_without_reason(before: int, after: int, resto
         service.offsets = {"known": replace(service.offsets["known"], history=service.history)}
     assert known.follow(service)
     assert forgotten.follow(service) is (after < KEPT)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "yes"),
+    [
+        (Position("h", 5, 9), Position("h", 5, 9), True),
+        (Position("h", 5), Position("h", 5, 9), True),
+        (Position("h", 6, 1), Position("h", 5, 9), True),
+        (Position("h", 4), Position("h", 5), False),
+        (Position("h", 5, 8), Position("h", 5, 9), False),  # Of a past that was discarded.
+        (Position("h.1", 5, 9), Position("h", 5, 9), True),  # The same past, restored.
+        (Position("h.1", 6, 1), Position("h", 5, 9), False),
+        (Position("h.1", 5), Position("h", 5), False),
+    ],
+)
+def test_a_held_position_reaches_earlier_ones_of_its_history(held: Position, wanted: Position, yes: bool) -> None:
+    assert reaches(held, wanted) is yes

@@ -32,8 +32,8 @@ class TargetChecksums:
     eventually detects rows that other code has changed, even if no release touches them.
     """
 
-    def __init__(self, target: ReadableTarget) -> None:
-        self._target = target
+    def __init__(self, target: ReadableTarget, block_rows: int = BLOCK_ROWS, *, sweeps: bool = True) -> None:
+        self._target, self._block_rows, self._sweeps = target, block_rows, sweeps
         self._tables: Sequence[TableSpec] = ()  # The tables of the last release.
         self._digests: dict[str, TableDigests] = {}  # By table, for tables that the target keeps.
         self._sweeping = 0  # Index of the table that the sweep reads.
@@ -66,7 +66,7 @@ class TargetChecksums:
             if written_digests is not None:
                 _note(table, rows, written_digests)
                 continue
-            for block in rows.blocks(BLOCK_ROWS):
+            for block in rows.blocks(self._block_rows):
                 _note(table, block, self._read(table, block.ids))
         return self.look()
 
@@ -77,7 +77,7 @@ class TargetChecksums:
 
     def look(self) -> dict[str, int]:
         """Read one more block of rows; return the checksum of each table that the target keeps, by name."""
-        if self._digests:
+        if self._digests and self._sweeps:
             self._sweep([*self._digests.values()][self._sweeping % len(self._digests)])
         return self.by_table
 
@@ -90,7 +90,7 @@ class TargetChecksums:
         if question != self._question:
             self._question = question
             self._unread = deque(
-                (name, some.start) for name, each in self._digests.items() for some in _blocks(each.table.rows)
+                (name, start) for name, each in self._digests.items() for start in self._blocks(each.table)
             )
         ends = time.monotonic() + seconds
         while self._unread:
@@ -106,9 +106,13 @@ class TargetChecksums:
         """Start from the first row with the next question. The service has lost the results for the last one."""
         self._question = 0
 
+    def _blocks(self, table: TableSpec) -> range:
+        """The first row of each block of a table."""
+        return range(0, table.rows, self._block_rows)
+
     def _rows_from(self, name: str, start: int) -> int:
         digests = self._digests.get(name)
-        return min(BLOCK_ROWS, digests.table.rows - start) if digests else 0
+        return min(self._block_rows, digests.table.rows - start) if digests else 0
 
     def _follow(self, release: Release) -> None:
         """Start with tables that are new or reset, and forget tables that the release no longer has."""
@@ -121,8 +125,8 @@ class TargetChecksums:
             if release.resets(table):
                 self._digests[table.name] = TableDigests(table)
             elif not same:  # The target may have rows of this table already.
-                for some in _blocks(table.rows):
-                    self._read_block(digests, some.start)
+                for start in self._blocks(table):
+                    self._read_block(digests, start)
 
     def _sweep(self, digests: "TableDigests") -> None:
         """Read the next block of a table again."""
@@ -133,7 +137,7 @@ class TargetChecksums:
 
     def _read_block(self, digests: "TableDigests", start: int) -> int:
         """Read a block of rows; return their number."""
-        ids = np.arange(start, min(start + BLOCK_ROWS, digests.table.rows))
+        ids = np.arange(start, min(start + self._block_rows, digests.table.rows))
         digests.put(ids, self._read(digests, ids))
         return len(ids)
 
@@ -193,8 +197,3 @@ def _note(table: TableDigests, rows: RowBatch, digests: RowDigests) -> None:
             # Record digests that cannot match the service's, whichever of the two is wrong.
             digests = np.where(damaged, ~rows.digests, digests)
     table.put(rows.ids, digests)
-
-
-def _blocks(rows: int) -> list[slice]:
-    """The blocks of a number of rows."""
-    return [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)]

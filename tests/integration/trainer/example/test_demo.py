@@ -9,7 +9,7 @@ import pytest
 from tests.support.command import deltasync
 from tests.support.programs import ROOT, killed, run_program
 
-from deltasync.client.admin import fetch_lag
+from deltasync.client.admin import Admin
 
 COMMAND = [sys.executable, "-m", "deltasync", "demo"]
 SMALL = ["--events", "4000", "--events-per-second", "1500"]
@@ -44,7 +44,7 @@ def test_demo_runs_until_ctrl_c_and_finds_all_rows_equal() -> None:
         )
     ) as demo:
         http = _line(demo, r"everything runs until Ctrl-C; see (http://\S+)/$")[1]
-        assert fetch_lag(http, "predictors")["state"] == "in sync"
+        assert Admin(http).consumer("predictors")["state"] == "in sync"
         demo.send_signal(signal.SIGINT)
         output, _ = demo.communicate()
     assert demo.returncode == 0, output

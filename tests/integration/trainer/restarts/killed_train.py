@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from deltasync.client.admin import fetch_lag
+from deltasync.client.admin import Admin
 from deltasync.trainer.checkpoints import checkpoints_in
 from deltasync.trainer.example.train import main
 from deltasync.trainer.sync import DeltaSync
@@ -30,7 +30,7 @@ def die_after(step: int, checkpoints: Path, http: str) -> None:
 
 
 def head_of(http: str) -> int:
-    head: int = fetch_lag(http, "predictors")["head"]
+    head: int = Admin(http).consumer("predictors")["head"]
     return head
 
 

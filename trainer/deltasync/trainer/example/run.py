@@ -10,7 +10,6 @@ from rich.console import Console
 
 from deltasync.base.words import counted
 from deltasync.client import Admin, Endpoint, Policy
-from deltasync.client.admin import fetch_lag
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, arguments
 from deltasync.trainer.example.processes import DemoFailed, DemoService, Processes
 
@@ -105,7 +104,7 @@ class DemoRun:
         """The lag of each consumer; DemoFailed if a process failed. Prints a line for each tenth of the steps."""
         for name in self.watched:
             self._processes.running(name)
-        lags = {fleet.consumer: fetch_lag(self.service.http, fleet.consumer) for fleet in self._fleets}
+        lags = {fleet.consumer: Admin(self.service.http).consumer(fleet.consumer) for fleet in self._fleets}
         lag = lags[self._fleets[0].consumer]
         if (tenths := lag["head_step"] * 10 // self.steps) > self._tenths:
             self._tenths, behind = tenths, lag["lag"]
