@@ -25,8 +25,9 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
+from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.local import LocalTarget
-from deltasync.client.targets.target import Written
+from deltasync.client.targets.target import ReadableTarget, Written
 from deltasync.core.rows import Values
 from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType, sent_as
@@ -166,10 +167,26 @@ def checked_ack(
     return message
 
 
-def follow(service: Reachable, consumer: str, replica: str, target: Any, **fields: Any) -> Subscriber:
-    return Subscriber(
-        SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields), target
-    )
+def follow(
+    service: Reachable,
+    consumer: str,
+    replica: str,
+    target: Any,
+    checksums: Callable[[ReadableTarget], TargetChecksums] = TargetChecksums,
+    **fields: Any,
+) -> Subscriber:
+    options = SubscriberOptions(service=service.grpc, consumer=consumer, replica=replica, **fields)
+    return Subscriber(options, target, checksums=checksums)
+
+
+def without_sweep(target: ReadableTarget) -> TargetChecksums:
+    """Checksums that change only with releases and verifications."""
+    return TargetChecksums(target, sweeps=False)
+
+
+def in_small_steps(target: ReadableTarget) -> TargetChecksums:
+    """Checksums of blocks of four rows, of which a verification reads one at a time."""
+    return TargetChecksums(target, block_rows=4, read_seconds=0.0, sweeps=False)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -57,8 +57,6 @@ _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 # How long `close` waits until the service has received the last ack or the goodbye.
 _GOODBYE_SECONDS = 2.0
 _SUBSCRIBE = f"/{subscribe_pb2.DESCRIPTOR.services_by_name['SubscribeService'].full_name}/Subscribe"
-# The verification of all rows pauses after this time to apply new releases.
-_READ_SECONDS = 0.1
 # After a larger first copy, freed memory is returned to the system.
 _LARGE_BYTES = 64 << 20
 
@@ -74,7 +72,13 @@ class Subscriber:
             nanoseconds since 1970; None if the trainer does not report it, and before the first release.
     """
 
-    def __init__(self, options: SubscriberOptions, target: Target) -> None:
+    def __init__(
+        self,
+        options: SubscriberOptions,
+        target: Target,
+        *,
+        checksums: Callable[[ReadableTarget], TargetChecksums] = TargetChecksums,
+    ) -> None:
         """Start the subscriber's thread.
 
         Raises:
@@ -94,7 +98,7 @@ class Subscriber:
         self._told_version = Position()  # With its seal. `options.held` may be a release's position instead.
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex
-        self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
+        self._checksums = checksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # The tables of the last release.
         self._start: CheckpointStart | None = None  # The checkpoint to merge with the first release.
@@ -428,7 +432,7 @@ class Subscriber:
     ) -> None:
         """Continue to verify all of the target's rows for a while, and send the checksums."""
         reads = self._checksums if assembler.has_values else None
-        left = reads.read_again(progress.read_again, _READ_SECONDS) if reads else 0
+        left = reads.read_again(progress.read_again) if reads else 0
         # If rows differ, the ack has no position, only checksums.
         held = self.held if self.held == position_from_message(progress.head) else None
         ack = self._ack(assembler, held, reads.by_table if reads else {})

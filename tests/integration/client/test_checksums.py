@@ -23,6 +23,7 @@ from tests.support.fleet import (
     follow,
     wait_for_lag,
     wait_until_in_sync,
+    without_sweep,
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack
@@ -84,32 +85,37 @@ def damaged(consumer: str) -> str:
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
+def test_a_release_of_a_damaged_row_repairs_it(
     service: RunningService,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     consumer: str,
 ) -> None:
-    """Its table need not be sent for it; nor is a row that was not released taken for right once it is found."""
     target = target_of(kind)
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, without_sweep) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
-            damage(target, 7)
-            # Of other rows nothing is found.
-            wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
-            assert target.bytes() != expected(trainer, consumer)
-            begun = len(target.releases)
-            lag = wait_until_in_sync(service, consumer, trainer.set(USER, 7, 2.5))
-            replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
-            assert target.bytes() == expected(trainer, consumer)
-            assert [release.whole for release in target.releases[begun:]] == [frozenset()]
-            assert lag["replicas"][0]["checked"]
-            assert not damages(caplog)
-            damage(target, 9)
-            wait_until_in_sync(service, consumer, trainer.set(USER, 7, 3.5))
+        damage(target, 7)
+        # A release of another row does not find the damage.
+        wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
+        assert target.bytes() != expected(trainer, consumer)
+        begun = len(target.releases)
+        lag = wait_until_in_sync(service, consumer, trainer.set(USER, 7, 2.5))
+        replica.wait_for(Position(lag["history"], lag["offset"]), WAIT)
+        assert target.bytes() == expected(trainer, consumer)
+        assert [release.whole for release in target.releases[begun:]] == [frozenset()]
+        assert lag["replicas"][0]["checked"]
+        assert not damages(caplog)
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_the_sweep_finds_a_damaged_row_that_no_release_touches(
+    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
+) -> None:
+    target = target_of(kind)
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+        damage(target, 9)
         for step in range(4):  # Two blocks, one of each table.
             wait_until_in_sync(service, consumer, trainer.set(USER, 8, 4.5 + step))
         assert target.bytes() == expected(trainer, consumer)
@@ -134,7 +140,7 @@ def test_a_new_process_finds_any_row_that_was_changed(
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
+def test_a_target_with_rows_of_an_earlier_process_is_not_damaged(
     service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
     target = target_of(kind)

@@ -1,9 +1,10 @@
-"""Whoever asks a replica to read all of its rows again hears how they compare, table by table."""
+"""A verification reads all rows of a replica again, and reports how each table compares."""
 
 import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,19 @@ from tests.support.fleet import (
     admin_of,
     checked_ack,
     follow,
+    in_small_steps,
     lost,
     wait_for_lag,
     wait_until_in_sync,
+    without_sweep,
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
-from deltasync.client import Position
+from deltasync.client import Position, Release
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import ReadableTarget, Written
 from deltasync.consumers.consumer import ReplicaVerification
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
@@ -37,17 +42,40 @@ CONSUMERS = ["top", "predictors"]
 NOT_KNOWN = "its checksum differs; the rows that differ are unknown"
 
 
-@pytest.fixture
-def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is found by chance: only who is asked reads its rows again."""
-    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
+class Watched(TargetChecksums):
+    """Checksums of four rows at a time that record "step", "sweep" and "release"; the third step waits."""
+
+    def __init__(self, target: ReadableTarget) -> None:
+        super().__init__(target, block_rows=4, read_seconds=0.0)
+        self.reads = list[str]()
+        self.third, self.go_on = threading.Event(), threading.Event()
+
+    def read_again(self, question: int) -> int:
+        self.reads.append("step")
+        if self.reads.count("step") == 3:
+            self.third.set()
+            assert self.go_on.wait(20)
+        return super().read_again(question)
+
+    def after(self, release: Release, written: Written | None = None) -> dict[str, int]:
+        self.reads.append("release")
+        return super().after(release, written)
+
+    def look(self) -> dict[str, int]:
+        self.reads.append("sweep")
+        return super().look()
 
 
-@pytest.fixture
-def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica answers after every four rows."""
-    monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
+@contextmanager
+def watched(service: RunningService, target: Recorder) -> Iterator[Watched]:
+    made = list[Watched]()
+
+    def make(target: ReadableTarget) -> Watched:
+        made.append(Watched(target))
+        return made[-1]
+
+    with follow(service, "predictors", "a", target, make):
+        yield made[0]
 
 
 def verified(service: RunningService, consumer: str = "predictors") -> dict[str, dict[str, Any]]:
@@ -59,14 +87,13 @@ def statuses(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: table["status"] for name, table in tables.items()}
 
 
-@pytest.mark.usefixtures("unswept")
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_damaged_table_is_named_and_is_right_again(
+def test_a_verification_names_a_damaged_table_which_is_repaired(
     service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str
 ) -> None:
     caplog.set_level(logging.INFO, "deltasync.events")
     target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, without_sweep):
         head = trainer.publish_all()
         wait_until_in_sync(service, consumer, head)
         before = verified(service, consumer)
@@ -90,63 +117,43 @@ def test_a_damaged_table_is_named_and_is_right_again(
     assert f"table user: {NOT_KNOWN}" in said[1]
 
 
-@pytest.mark.usefixtures("unswept", "in_slices")
 @pytest.mark.parametrize("row", [0, USER.rows - 1])
-def test_a_row_that_was_repaired_before_all_were_read_has_differed(service: RunningService, row: int) -> None:
+def test_a_row_that_is_repaired_during_a_verification_has_differed(service: RunningService, row: int) -> None:
     target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target, in_small_steps):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         target.tables["user"][row, 3] += 1
         found = verified(service)
         assert statuses(found) == {"user": "differs", "item": "equal"}
 
 
-@pytest.mark.usefixtures("in_slices")
-def test_releases_go_on_while_all_rows_are_read(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, half = Recorder(), threading.Event()
-    questions, published = [], threading.Event()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+def test_releases_continue_during_a_verification(service: RunningService) -> None:
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, watched(service, target) as checksums:
         wait_until_in_sync(service, "predictors", trainer.publish_all())
-        read_again = replica._read_again
-
-        def told(assembler: Any, progress: Any, requests: Any) -> None:
-            questions.append(position_from_message(progress.head).number)
-            if len(questions) == 3:
-                half.set()
-                assert published.wait(20)
-            read_again(assembler, progress, requests)
-
-        monkeypatch.setattr(replica, "_read_again", told)
         with ThreadPoolExecutor() as asking:
             found: Future[dict[str, dict[str, Any]]] = asking.submit(verified, service)
-            assert half.wait(20)
+            assert checksums.third.wait(20)
             head = trainer.change(5)
-            published.set()
+            checksums.go_on.set()
             assert statuses(found.result(20)) == {"user": "equal", "item": "equal"}
-        assert questions[0] < head.number == questions[-1]
+        wait_until_in_sync(service, "predictors", head)
+        last_step = len(checksums.reads) - checksums.reads[::-1].index("step")
+        assert "release" in checksums.reads[checksums.reads.index("step") : last_step]
         assert target.bytes() == trainer.expected()
 
 
-@pytest.mark.usefixtures("in_slices", "unswept")
-def test_nothing_else_is_sent_between_two_slices(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()) as replica:
+def test_a_verification_reads_every_row_once_without_pauses(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, watched(service, Recorder()) as checksums:
         wait_until_in_sync(service, "predictors", trainer.publish_all())
-        go_on = replica._go_on
-
-        def told(assembler: Any, progress: Any, requests: Any) -> None:
-            asked.append(progress.read_again)
-            go_on(assembler, progress, requests)
-
-        monkeypatch.setattr(replica, "_go_on", told)
+        checksums.go_on.set()
         verified(service)
-    questions = [at for at, number in enumerate(asked) if number]
-    slices = -(-USER.rows // 4) + -(-ITEM.rows // 4)
-    assert len(questions) == slices
-    assert questions[-1] - questions[0] == slices - 1
+        first, steps = checksums.reads.index("step"), -(-USER.rows // 4) + -(-ITEM.rows // 4)
+        assert checksums.reads[first:].count("step") == steps
+        assert checksums.reads[first : first + 2 * steps - 1] == ["step", *["sweep", "step"] * (steps - 1)]
 
 
-def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
+def test_a_replica_without_rows_or_away_cannot_be_verified(service: RunningService) -> None:
     with pytest.raises(NotFound, match="consumer 'nobody'"):
         verified(service, "nobody")
     with pytest.raises(NotFound, match="'predictors' has no replica 'a'"):
@@ -178,7 +185,7 @@ def hold_first(service: RunningService, stream: ReplicaStream) -> None:
     wait_for_lag(service, "predictors", lambda lag: lag["offset"] == position.number)
 
 
-def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService, stream: ReplicaStream) -> None:
+def test_a_replica_that_disconnects_ends_its_verification(service: RunningService, stream: ReplicaStream) -> None:
     with ThreadPoolExecutor() as asking:
         found = asking.submit(verified, service)
         while not stream.until("progress").read_again:
@@ -188,12 +195,11 @@ def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService,
             found.result(20)
 
 
-@pytest.mark.usefixtures("unswept")
-def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: Path) -> None:
+def test_a_restarted_service_verifies_from_the_first_row(tmp_path: Path) -> None:
     """A service that has started anew, or another that the model has moved to, asks nothing a second time."""
     target = Recorder()
     with RunningService(tmp_path / "data") as first, Trainer(first.grpc) as trainer:
-        replica = follow(first, "predictors", "a", target)
+        replica = follow(first, "predictors", "a", target, without_sweep)
         head = trainer.publish_all()
         wait_until_in_sync(first, "predictors", head)
         assert statuses(verified(first)) == {"user": "equal", "item": "equal"}
@@ -204,14 +210,14 @@ def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: 
         assert statuses(found) == {"user": "differs", "item": "equal"}
 
 
-def test_numbers_of_questions_do_not_come_again() -> None:
+def test_verification_numbers_are_unique() -> None:
     numbers = [each.ask() for each in [ReplicaVerification() for _ in range(100)] for _ in range(3)]
     assert len(set(numbers)) == 300
     assert all(0 < number < 2**63 for number in numbers)
     assert all(one < other for one, other in pairwise(numbers[:3]))
 
 
-def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:
+def test_concurrent_verifications_all_get_an_answer(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         with ThreadPoolExecutor() as asking:
@@ -219,7 +225,7 @@ def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:
             assert all(set(statuses(each.result(20)).values()) == {"equal"} for each in found)
 
 
-def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> None:
+def test_an_unrequested_answer_is_refused(stream: ReplicaStream) -> None:
     answer = checked_ack(0, Position(), {})
     answer.ack.ClearField("applied")
     answer.ack.read_again = 1

@@ -68,7 +68,7 @@ def contents(module: nn.Module) -> dict[str, Any]:
     ],
     ids=["fp16", "bf16", "int8", "int4", "int8 and fp16", "int8 and bf16"],
 )
-def test_a_predictor_is_in_sync_with_what_converting_the_trainers_model_gives(
+def test_a_predictor_equals_the_converted_model_of_the_trainer(
     service: RunningService, value_type: ValueType, served: Callable[[Model], nn.Module]
 ) -> None:
     admin_of(service).create_consumer("converted", "clicks", Policy(value_type=value_type))

@@ -2,9 +2,18 @@
 
 import json
 
-import pytest
 from tests.support.command import deltasync
-from tests.support.fleet import USER, WAIT, Recorder, Trainer, follow, lost, wait_for_lag, wait_until_in_sync
+from tests.support.fleet import (
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    follow,
+    lost,
+    wait_for_lag,
+    wait_until_in_sync,
+    without_sweep,
+)
 from tests.support.server import RunningService
 from torch import nn
 
@@ -19,14 +28,14 @@ def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     return deltasync("verify", "predictors", "--service", service.http, *arguments, token="secret")  # noqa: S106
 
 
-def test_the_command_names_the_replica_and_table_that_differ(
-    service: RunningService, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
+def test_the_command_names_the_replica_and_table_that_differ(service: RunningService, trainer: Trainer) -> None:
     code, _, said = verify(service)
     assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
     good, bad = Recorder(), Recorder()
-    with follow(service, "predictors", "good", good), follow(service, "predictors", "bad", bad):
+    with (
+        follow(service, "predictors", "good", good, without_sweep),
+        follow(service, "predictors", "bad", bad, without_sweep),
+    ):
         position = trainer.publish_all()
         wait_until_in_sync(service, "predictors", position, replicas=2)
         code, shown, said = verify(service)

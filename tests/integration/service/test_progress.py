@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow, in_small_steps, wait_until_in_sync
 from tests.support.server import RunningService
 
 from deltasync.base.progress import Progress
@@ -46,12 +46,8 @@ def test_a_copy_of_a_checkpoint(service: RunningService, told: Told) -> None:
         check(told, "copying a checkpoint")
 
 
-def test_a_replica_that_reads_its_rows_again(
-    service: RunningService, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
+def test_a_replica_that_reads_its_rows_again(service: RunningService, told: Told) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder(), in_small_steps):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         admin_of(service).verify_replica("predictors", "a", timeout_seconds=20)
     those = told["replica 'a': reading its rows again"]

@@ -26,14 +26,22 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class TargetChecksums:
-    """Computes the checksum of each table of a target. Keeps 8 bytes per row.
+    """The checksum of each table of a target. Keeps 8 bytes per row.
 
-    With every release, and sometimes between releases, a sweep reads one more block of rows, table by table. So it
-    eventually detects rows that other code has changed, even if no release touches them.
+    With every release, and sometimes between releases, a sweep reads one more block of rows. So it eventually
+    detects rows that other code has changed.
     """
 
-    def __init__(self, target: ReadableTarget) -> None:
-        self._target = target
+    def __init__(
+        self,
+        target: ReadableTarget,
+        *,
+        block_rows: int = BLOCK_ROWS,
+        read_seconds: float = 0.1,
+        sweeps: bool = True,
+    ) -> None:
+        """Read blocks of `block_rows`, and for a verification of all rows at most `read_seconds` at a time."""
+        self._target, self._block_rows, self._read_seconds, self._sweeps = target, block_rows, read_seconds, sweeps
         self._tables: Sequence[TableSpec] = ()  # The tables of the last release.
         self._digests: dict[str, TableDigests] = {}  # By table, for tables that the target keeps.
         self._sweeping = 0  # Index of the table that the sweep reads.
@@ -41,20 +49,11 @@ class TargetChecksums:
         self._unread = deque[tuple[str, int]]()  # Blocks to read for the question: table, first row.
 
     def after(self, release: Release, written: Written | None = None) -> dict[str, int]:
-        """Update the checksums after the target has applied a release.
+        """Update and return the checksums after the target has applied a release.
 
         A row is damaged if its digest in the target differs from the digest that came with it. The checksum of its
-        table is then wrong on purpose, and the service sends the table again.
-
-        Args:
-            release: the release.
-            written: the result of the target's `apply`. If it is None, the rows are read back.
-
-        Returns:
-            The checksum of each table that the target keeps, by name.
-
-        Raises:
-            Contradiction: a row id is outside of its table.
+        table is then wrong on purpose, so the service sends the table again. `written` is the result of `apply`;
+        if it is None, the rows are read back.
         """
         if release.tables != self._tables or release.resync or release.whole:
             self._follow(release)
@@ -66,7 +65,7 @@ class TargetChecksums:
             if written_digests is not None:
                 _note(table, rows, written_digests)
                 continue
-            for block in rows.blocks(BLOCK_ROWS):
+            for block in rows.blocks(self._block_rows):
                 _note(table, block, self._read(table, block.ids))
         return self.look()
 
@@ -77,22 +76,18 @@ class TargetChecksums:
 
     def look(self) -> dict[str, int]:
         """Read one more block of rows; return the checksum of each table that the target keeps, by name."""
-        if self._digests:
+        if self._digests and self._sweeps:
             self._sweep([*self._digests.values()][self._sweeping % len(self._digests)])
         return self.by_table
 
-    def read_again(self, question: int, seconds: float) -> int:
-        """Read the target's rows for some seconds. A new `question` starts from the first row.
-
-        Returns:
-            The number of rows that are left.
-        """
+    def read_again(self, question: int) -> int:
+        """Read rows for a moment, from the first row for a new `question`; return how many are left."""
         if question != self._question:
             self._question = question
             self._unread = deque(
-                (name, some.start) for name, each in self._digests.items() for some in _blocks(each.table.rows)
+                (name, start) for name, each in self._digests.items() for start in self._blocks(each.table)
             )
-        ends = time.monotonic() + seconds
+        ends = time.monotonic() + self._read_seconds
         while self._unread:
             name, start = self._unread.popleft()
             # Skip a table that is gone. A new one is not in `_unread`: its rows were read back as they arrived.
@@ -108,7 +103,7 @@ class TargetChecksums:
 
     def _rows_from(self, name: str, start: int) -> int:
         digests = self._digests.get(name)
-        return min(BLOCK_ROWS, digests.table.rows - start) if digests else 0
+        return min(self._block_rows, digests.table.rows - start) if digests else 0
 
     def _follow(self, release: Release) -> None:
         """Start with tables that are new or reset, and forget tables that the release no longer has."""
@@ -121,8 +116,8 @@ class TargetChecksums:
             if release.resets(table):
                 self._digests[table.name] = TableDigests(table)
             elif not same:  # The target may have rows of this table already.
-                for some in _blocks(table.rows):
-                    self._read_block(digests, some.start)
+                for start in self._blocks(table):
+                    self._read_block(digests, start)
 
     def _sweep(self, digests: "TableDigests") -> None:
         """Read the next block of a table again."""
@@ -133,9 +128,13 @@ class TargetChecksums:
 
     def _read_block(self, digests: "TableDigests", start: int) -> int:
         """Read a block of rows; return their number."""
-        ids = np.arange(start, min(start + BLOCK_ROWS, digests.table.rows))
+        ids = np.arange(start, min(start + self._block_rows, digests.table.rows))
         digests.put(ids, self._read(digests, ids))
         return len(ids)
+
+    def _blocks(self, table: TableSpec) -> range:
+        """The first row of each block of a table."""
+        return range(0, table.rows, self._block_rows)
 
     def _read(self, table: "TableDigests", ids: Ids) -> RowDigests:
         """Digests of the target's rows; zeros if the target no longer keeps the table."""
@@ -144,12 +143,9 @@ class TargetChecksums:
 
 
 class TableDigests:
-    """The last digest of each row of a target's table: 8 bytes per row.
+    """The last digest of each row of a table, 8 bytes per row, and the checksum of all rows.
 
-    Attributes:
-        table: the table.
-        checksum: the checksum of all rows.
-        swept: the number of rows that the sweep of this table has read.
+    The sweep has read the first `swept` rows.
     """
 
     def __init__(self, table: TableSpec) -> None:
@@ -169,11 +165,7 @@ class TableDigests:
         return self
 
     def put(self, ids: Ids, digests: RowDigests) -> None:
-        """Set the digests [n] of rows `ids` [n], without duplicates.
-
-        Raises:
-            Contradiction: an id is outside of the table.
-        """
+        """Set the digests [n] of rows `ids` [n], without duplicates. An id outside of the table: Contradiction."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.table.rows:
             sent = f"rows {ids.min()} to {ids.max()}"
             raise Contradiction(
@@ -193,8 +185,3 @@ def _note(table: TableDigests, rows: RowBatch, digests: RowDigests) -> None:
             # Record digests that cannot match the service's, whichever of the two is wrong.
             digests = np.where(damaged, ~rows.digests, digests)
     table.put(rows.ids, digests)
-
-
-def _blocks(rows: int) -> list[slice]:
-    """The blocks of a number of rows."""
-    return [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)]
