@@ -135,8 +135,7 @@ class RedisStore:
     def __init__(self, replica: str, socket: str) -> None:
         import redis
 
-        from deltasync.client.targets.redis_rows import RedisRows
-        from deltasync.client.targets.redis_target import RedisTarget
+        from deltasync.client.targets.redis_target import RedisRows, RedisTarget
 
         client = redis.Redis(unix_socket_path=socket)
         self._redis, self._rows = RedisTarget(client, replica), RedisRows(client, replica)

@@ -218,6 +218,7 @@ def sharded(
     sharding: str,
     sharders: Sequence[ModuleSharder[nn.Module]] = tuple(DEFAULT_SHARDERS),
     ranks: int = 2,
+    shards_by_row: Shards | None = None,
 ) -> nn.Module:
     """Shard a quantised model for inference over ranks of this process: "table_wise" and so on.
 
@@ -225,7 +226,7 @@ def sharded(
     """
     cuts: dict[str, Callable[[int, int], Shards]] = {
         "table_wise": whole_tables,
-        "row_wise": lambda rows, dim: by_rows(rows, dim, ranks),
+        "row_wise": lambda rows, dim: shards_by_row or by_rows(rows, dim, ranks),
         "column_wise": by_columns,
     }
     plan = EmbeddingModuleShardingPlan()

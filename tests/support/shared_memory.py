@@ -1,16 +1,18 @@
-"""Releases for shared memory, and a look at what a mirror's files say."""
+"""Mirrors in shared memory, releases for them, and their files."""
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from tests.support.keyed_model import USER
 
-from deltasync.client import Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client import Position, Release, RowBatch, Shard, SharedReader, SharedTarget, TableSpec
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import is_locked
 
 
 def release_of(version: int, *tables: TableSpec, **changed: Any) -> Release:
@@ -22,6 +24,34 @@ def release_of(version: int, *tables: TableSpec, **changed: Any) -> Release:
     ]
     release = Release(Position("h", version, version), version, version, version == 1, specs, rows)
     return replace(release, version=version, model="clicks", **changed)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in shared memory, for mirrors."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def mirror(folder: Path, **options: Any) -> SharedTarget:
+    """A target of consumer `predictors` that fills the mirror `m`."""
+    return SharedTarget("m", "predictors", directory=folder, **options)
+
+
+def attached(folder: Path) -> SharedReader:
+    """A reader of the mirror `m`."""
+    return SharedReader("m", directory=folder)
+
+
+def move(path: Path) -> None:
+    """Move a folder."""
+    path.rename(path.with_name("elsewhere"))
+
+
+def remove_files(path: Path) -> None:
+    """Remove all files of a folder."""
+    for each in path.iterdir():
+        each.unlink()
 
 
 def header(folder: Path) -> NDArray[Any]:
@@ -39,4 +69,4 @@ def pins(folder: Path) -> list[int]:
     """The entries of the readers that pin a side of the mirror `m`, and live."""
     with (layout.folder_of("m", folder) / layout.READERS).open("rb") as file:
         entries = np.frombuffer(file.read(), layout.READER)
-        return [each for each in np.flatnonzero(entries["side"]).tolist() if is_locked(file.fileno(), each)]
+        return [each for each in np.flatnonzero(entries["side"]).tolist() if layout.is_locked(file.fileno(), each)]

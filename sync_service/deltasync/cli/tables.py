@@ -18,8 +18,7 @@ from deltasync.cli.output import (
     with_columns,
 )
 from deltasync.client.admin import Admin, EachProcess
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.status.records import ProcessStatus, TableStatus
 
 

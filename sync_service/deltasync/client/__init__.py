@@ -5,7 +5,7 @@
 Public names are everything in `__all__`, and in `deltasync.client.targets`:
 
 - with torch: `torch_target.TorchTarget` and `torch_compiled.CompiledModule`
-- with redis: `redis_target.RedisTarget` and `redis_rows.RedisRows`
+- with redis: `redis_target.RedisTarget` and `redis_target.RedisRows`
 
 Everything else in this package and in the service's other packages is internal.
 """
@@ -39,7 +39,7 @@ from deltasync.client.publisher import Part, Publisher, PublisherOptions
 from deltasync.client.shared.reader import SharedReader, SharedReading
 from deltasync.client.shared.target import SharedTarget
 from deltasync.client.subscriber import Subscriber, SubscriberOptions
-from deltasync.client.targets.keyed_table import KeyedRows, KeyedTable
+from deltasync.client.targets.keyed_table import KeyedRows
 from deltasync.client.targets.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.targets.numpy_target import NumpyTarget, TableReading
 from deltasync.client.targets.target import (
@@ -71,7 +71,6 @@ __all__ = [
     "InvalidInput",
     "KeyedReading",
     "KeyedRows",
-    "KeyedTable",
     "KeyedTarget",
     "Mode",
     "NotFound",

@@ -238,7 +238,11 @@ def _import_all() -> None:
             importlib.import_module(module.name)
 
 
-def keep_in(folder: Path) -> None:
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def keep_in(folder: Path, *, is_writable: Callable[[Path], bool] = _is_writable) -> None:
     """Cache compiled kernels in a folder of this process if their present folder is not writable.
 
     Call it before the first call of a kernel. Existing code is copied, so that kernels compiled while building an
@@ -248,7 +252,7 @@ def keep_in(folder: Path) -> None:
 
     named = numba.config.CACHE_DIR
     kept = Path(named) if named else Path(__file__).parent
-    if os.access(kept, os.W_OK) or (named and not kept.exists()):
+    if is_writable(kept) or (named and not kept.exists()):
         return
     if named:
         try:

@@ -174,17 +174,9 @@ def rank_rows(norm_bits: Ranks, never_sent: Mask, ranks: Ranks) -> None:
 
 
 def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mask:
-    """Choose rows in the order of their ranks until the budget is used up; equal ranks keep their order. The first
-    row that does not fit ends the choice.
+    """Choose wanted rows [n] in the order of their ranks until the budget is used up.
 
-    Args:
-        ranks: [n] uint64.
-        sizes: [n] int64, positive sizes of the rows; or [1] for all.
-        wanted: [n] the rows to choose from.
-        budget: maximum sum of sizes.
-
-    Returns:
-        [n] the chosen rows.
+    Equal ranks keep their order. The first row that does not fit ends the choice. `sizes` are [n], or [1] for all.
     """
     some, some_sizes, taken = np.empty_like(ranks), np.empty_like(sizes), np.empty_like(wanted)
     count, differing = _choose(ranks, sizes, wanted, some, some_sizes)

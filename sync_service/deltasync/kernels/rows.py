@@ -57,18 +57,9 @@ def gather(table: Words, ids: Numbers, rows: Words) -> None:
 def gather_checked(
     table: Words, digests: Digests, ids: Numbers, weights: Digests, rows: Words, row_digests: Digests
 ) -> int | np.int64:
-    """Copy rows of a table, and check them.
+    """Copy rows `ids` [n] of a table [N, w] with stored digests [N] into `rows` [n, w], and compute their digests.
 
-    Args:
-        table: [N, w].
-        digests: [N] stored digests of its rows.
-        ids: [n] the rows to copy.
-        weights: [w] weights of the words of a row.
-        rows: [n, w] result.
-        row_digests: [n] result, the digests of the copied rows.
-
-    Returns:
-        The number of rows that do not match their stored digests.
+    Returns the number of rows that do not match their stored digests.
     """
     wrong = np.int64(0)
     width = _U64(table.shape[1] * table.itemsize)
@@ -108,17 +99,10 @@ def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
     nogil=False,
 )  # fmt: skip
 def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests, row_digests: Digests) -> None:
-    """Copy rows to the rows `ids` of a table, and compute the digest of each from the table's memory.
+    """Copy rows [n, b] to the rows `ids` of a table [N, B], and digest each from the table's memory.
 
-    It keeps the GIL, like `scatter`.
-
-    Args:
-        table: [N, B] bytes.
-        words: [N, W], the same memory.
-        ids: [n] the rows to write.
-        rows: [n, b] bytes, not necessarily aligned, such as those of a message.
-        weights: [w] weights of the words of a row.
-        row_digests: [n] result, the digests of the written rows.
+    It keeps the GIL, like `scatter`. `words` [N, W] is the same memory as `table`. `rows` need not be aligned,
+    such as those of a message.
     """
     width = _U64(table.shape[1])
     for index in range(ids.shape[0]):

@@ -68,16 +68,9 @@ def _any_after(stamps, number):  # type: ignore[no-untyped-def]
 
 @kernel(int64(_READ, _READ, int64, _WRITTEN))
 def rows_after(stamps: Int64s, largest: Int64s, number: int, ids: Int64s) -> int:
-    """Write the ids of all rows with a number above `number` to the start of `ids`, ascending.
+    """Write the ids of all rows with a number above `number` to the start of `ids`, ascending; return how many.
 
-    Args:
-        stamps: [rows]
-        largest: [blocks] upper bound of the numbers in each block of rows.
-        number: 0 or more.
-        ids: [`rows_in_newer_blocks`, or more]
-
-    Returns:
-        Their number.
+    `largest` [blocks] are upper bounds of the numbers in each block. `ids` has room for `rows_in_newer_blocks`.
     """
     count = 0
     for block in range(largest.shape[0]):

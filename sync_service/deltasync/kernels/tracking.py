@@ -110,17 +110,9 @@ def mark_looked_up(
     )
 )
 def settle(marks: Marks, stamp: int, stamps: Stamps, newest: Stamps, ids: Ids) -> int:
-    """Stamp the marked rows, and remove their marks.
+    """Stamp the marked rows, remove their marks, and write their ids to `ids`; return their number.
 
-    Args:
-        marks: [words].
-        stamp: at least the largest stamp so far.
-        stamps: [rows].
-        newest: [words].
-        ids: room for the ids of the marked rows, which are written here in order.
-
-    Returns:
-        The number of marked rows.
+    `stamp` is at least the largest stamp so far.
     """
     count = 0
     for word in range(marks.shape[0]):
@@ -166,12 +158,9 @@ def _later_rows_of_word(stamps, word, cursor, sign):  # type: ignore[no-untyped-
 
 @kernel(int64(_STAMPS, _STAMPS, int32, int32, writable(int64, 1)))
 def list_later(stamps: Stamps, newest: Stamps, cursor: int, sign: int, ids: Ids) -> int:
-    """Write the rows whose stamp times `sign` is above `cursor` to `ids`, in order.
+    """Write the rows whose stamp times `sign` is above `cursor` to `ids`, in order; return their number.
 
     `ids` must have room for all rows of words with a later stamp.
-
-    Returns:
-        The number of these rows.
     """
     count = 0
     for word in range(newest.shape[0]):
@@ -205,16 +194,9 @@ def _differ(words, others, first, end):  # type: ignore[no-untyped-def]
 
 @kernel(*(int64(readable(word, 1), uint64, writable(word, 1), _WRITTEN_IDS) for word in (uint8, uint16, uint32)))
 def follow_rows(rows: Words, width: int, copy: Words, ids: Ids) -> int:
-    """Update a copy of rows.
+    """Update a copy of rows, given as bits [n * width], and write the ids of changed rows to `ids` [n].
 
-    Args:
-        rows: the bits of rows [n * width], one after the other.
-        width: words in a row, at least 1.
-        copy: [n * width] the rows at the last call.
-        ids: room for n ids; receives those of changed rows, in order.
-
-    Returns:
-        The number of changed rows.
+    Returns the number of changed rows.
     """
     count = 0
     block = max(_U64(1), _U64(_BLOCK_WORDS) // width) * width
@@ -233,17 +215,10 @@ def follow_rows(rows: Words, width: int, copy: Words, ids: Ids) -> int:
 
 @kernel(int64(readable(int64, 1), int64, int64, writable(int64, 1), _WRITTEN_IDS))
 def follow_numbers(numbers: Ids, flip: int, none: int, copy: Ids, ids: Ids) -> int:
-    """Update `copy` [n] from `numbers` [n] with some bits of each flipped, and 0 in place of `none`.
+    """Update `copy` [n] from `numbers` [n], with the bits `flip` flipped, and 0 in place of `none`.
 
-    Args:
-        numbers: the present numbers.
-        flip: the bits to flip.
-        none: the number that stands for none; 0 if all numbers are valid.
-        copy: the flipped numbers at the last call.
-        ids: room for n indices; receives those of changed numbers, in order.
-
-    Returns:
-        The number of changed numbers.
+    Writes the indices of changed numbers to `ids` [n], and returns how many changed. If `none` is 0, all numbers
+    are valid.
     """
     count = 0
     for start in range(_U64(0), _U64(numbers.shape[0]), _U64(_BLOCK_WORDS)):

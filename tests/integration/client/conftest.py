@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 from tests.support.fleet import AT_ONCE, Trainer
 from tests.support.server import RunningService
+from tests.support.shared_memory import folder
+
+__all__ = ["folder", "service", "trainer"]
 
 
 @pytest.fixture

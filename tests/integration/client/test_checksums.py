@@ -121,7 +121,7 @@ def test_a_new_process_finds_any_row_that_was_changed(
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
+def test_a_target_with_rows_of_an_earlier_process_is_not_damaged(
     service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
     target = target_of(kind)

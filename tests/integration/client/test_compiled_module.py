@@ -96,19 +96,19 @@ def test_some_rows_of_a_constant(model: Model) -> None:
 
 
 @pytest.mark.nightly
-def test_a_release_is_unseen_before_all_of_it_is_swapped_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Constants are written while others still serve; what is done in the pause is a swap."""
+def test_a_release_is_served_by_one_swap(model: Model) -> None:
     target, features = followed(model), torch.ones(3, compiled.DIM)
     before, after = as_written(1).over(features), as_written(2).over(features)
     seen: list[torch.Tensor] = []
-    swap = CompiledModule.swap
+    over = next(each for each in model.modules() if isinstance(each, CompiledModule))
+    swap = over.swap
 
-    def watched(over: CompiledModule) -> None:
+    def watched() -> None:
         seen.append(over(features))
-        swap(over)
+        swap()
         seen.append(over(features))
 
-    monkeypatch.setattr(CompiledModule, "swap", watched)
+    vars(over)["swap"] = watched
     target.apply(release_of(2, weights(2)))
     assert torch.equal(seen[0], before)
     assert all(torch.equal(each, after) for each in seen[1:])
@@ -147,7 +147,7 @@ class Serving:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("reads", ["pause", "copies"])
-def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model, reads: Reads) -> None:
+def test_each_output_is_of_the_version_that_its_reader_saw(model: Model, reads: Reads) -> None:
     target, versions = followed(model, reads), range(2, 40)
     with Serving(target, 3) as serving:
         for version in versions:
@@ -203,7 +203,7 @@ def test_a_loaded_state_stays(model: Model) -> None:
 
 
 @pytest.mark.nightly
-def test_what_is_assigned_in_the_place_of_a_constant_is_not_what_is_served(model: Model) -> None:
+def test_an_attribute_assigned_over_a_constant_is_not_served(model: Model) -> None:
     """Forwards do not see it: what is read back must not be taken from there."""
     target = followed(model)
     model.load_state_dict(weights(2), assign=True)
@@ -247,7 +247,7 @@ assert os.path.exists(module._library.path)
 
 
 @pytest.mark.nightly
-def test_a_process_that_was_forked_leaves_the_library_to_its_parent(package: Path) -> None:
+def test_a_forked_process_leaves_the_library_to_its_parent(package: Path) -> None:
     ended = run_program(sys.executable, "-W", "ignore", "-c", FORKED, str(package))
     assert ended.returncode == 0, ended.stderr
 
@@ -309,7 +309,7 @@ def test_what_the_constants_do_not_fit_is_refused_by_name(model: Model, table: T
 
 
 @pytest.mark.nightly
-def test_small_constants_that_were_compiled_into_the_code_are_refused_by_name(tmp_path: Path) -> None:
+def test_small_constants_compiled_into_the_code_are_refused_by_name(tmp_path: Path) -> None:
     """As AOTInductor does it unless told otherwise: the model would go on with the bias of its export."""
     model = compiled_model(compile_over(tmp_path / "over.pt2"))
     with pytest.raises(
@@ -361,7 +361,7 @@ def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None
 
 
 @pytest.mark.nightly  # It is compiled.
-def test_a_part_that_was_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
+def test_a_part_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
     model = compiled_model(compile_over(tmp_path / "over.pt2", torch.float16, **KEEP))
     model.user.half()
     target, dense = TorchTarget(model), {name: each for name, each in weights(2).items() if "over" in name}
@@ -416,7 +416,7 @@ def expected(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(tmp_path: Path, package: Path) -> None:
+def test_a_damaged_compiled_replica_is_repaired(tmp_path: Path, package: Path) -> None:
     target = TorchTarget(compiled_model(package))
 
     def output() -> torch.Tensor:

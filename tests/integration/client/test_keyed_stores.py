@@ -21,8 +21,7 @@ from tests.support.server import RunningService
 
 from deltasync.client import Policy, Position, Release, TableKind, TableSpec, ValueType
 from deltasync.client.targets.keyed_target import KeyedTarget
-from deltasync.client.targets.redis_rows import RedisRows
-from deltasync.client.targets.redis_target import RedisTarget
+from deltasync.client.targets.redis_target import RedisRows, RedisTarget
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import FREE_ID
 

@@ -153,7 +153,7 @@ def target_of(kind: str, reads: Reads = "pause") -> Any:
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "keyed"])
 @pytest.mark.parametrize("cut_after", [0, 3])
-def test_a_first_copy_is_written_as_it_arrives_and_read_once_it_is_whole(
+def test_a_first_copy_is_written_in_parts_and_read_when_complete(
     running: RunningService, trainer: Trainer, kind: str, cut_after: int
 ) -> None:
     """Also where the stream breaks meanwhile: the next one begins with nothing."""
@@ -185,7 +185,7 @@ def test_a_first_copy_is_written_as_it_arrives_and_read_once_it_is_whole(
 
 
 @pytest.mark.parametrize("reads", ["pause", "copies"])
-def test_rows_that_readers_may_have_are_kept_until_all_others_are_there(
+def test_readable_rows_are_kept_until_a_first_copy_is_complete(
     running: RunningService, trainer: Trainer, reads: Reads
 ) -> None:
     """Of a module that was loaded and is read without a pause, and of one that a replica held before."""

@@ -4,8 +4,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -22,12 +20,6 @@ from tests.support.waiting import wait_for
 from deltasync.base.errors import DeltasyncError
 from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget
 from deltasync.core.policy import Policy
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
 
 
 def rows(reader: SharedReader) -> dict[str, bytes]:
@@ -50,7 +42,7 @@ def work(folder: Path, pipe: Connection, before: SharedReader | None) -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(top_k=0.5)])
-def test_worker_processes_have_the_rows_and_go_on_while_the_mirror_is_killed(
+def test_worker_processes_keep_reading_when_the_mirror_is_killed(
     tmp_path: Path, folder: Path, policy: Policy
 ) -> None:
     with (
@@ -94,9 +86,7 @@ def test_worker_processes_have_the_rows_and_go_on_while_the_mirror_is_killed(
             worker.join(20)
 
 
-def test_a_mirror_that_is_stopped_says_goodbye_and_one_that_cannot_go_on_says_why(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_stopped_mirror_says_goodbye_and_a_failed_one_says_why(tmp_path: Path, folder: Path) -> None:
     with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         with killed(started(service, folder, "--readable-by", "owner")) as process:
@@ -125,9 +115,7 @@ def test_a_mirror_that_fails_before_its_first_version_leaves_no_folder(tmp_path:
     assert list(folder.iterdir()) == []
 
 
-def test_a_mirror_whose_folder_is_removed_ends_with_an_error_also_without_a_release(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_mirror_whose_folder_is_removed_ends_with_an_error(tmp_path: Path, folder: Path) -> None:
     with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         with killed(started(service, folder)) as process:
@@ -139,9 +127,7 @@ def test_a_mirror_whose_folder_is_removed_ends_with_an_error_also_without_a_rele
         wait_for_lag(service, "predictors", lambda lag: lag["state"] != "in sync")
 
 
-def test_a_mirror_starts_with_another_model_in_its_memory_and_refuses_to_go_on(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_mirror_refuses_a_release_of_another_model(tmp_path: Path, folder: Path) -> None:
     target = SharedTarget("m", "predictors", directory=folder)
     rows = RowBatch.of_table(USER, np.arange(USER.rows), np.ones((USER.rows, USER.dim), np.float32))
     target.apply(Release(Position("h", 7, 7), 7, 7, True, [USER], [rows], version=7, model="views"))
@@ -154,7 +140,7 @@ def test_a_mirror_starts_with_another_model_in_its_memory_and_refuses_to_go_on(
     assert SharedReader("m", directory=folder).version().version == 7
 
 
-def test_a_mirror_may_open_a_file_for_each_array_whatever_the_shell_allows(tmp_path: Path, folder: Path) -> None:
+def test_a_mirror_raises_its_limit_of_open_files(tmp_path: Path, folder: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
         RunningService(tmp_path / "data") as service,

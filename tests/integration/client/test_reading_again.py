@@ -1,4 +1,4 @@
-"""Whoever asks a replica to read all of its rows again hears how they compare, table by table."""
+"""A verification reads all rows of a replica again, and reports how each table compares."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ from tests.support.wire import ReplicaStream
 from torch import nn
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
-from deltasync.cli.lag import BEHIND
+from deltasync.cli.status import BEHIND
 from deltasync.client import CallbackTarget, Position, TableSpec
 from deltasync.client.connection import Tuning
 from deltasync.client.targets.torch_target import TorchTarget
@@ -59,7 +59,7 @@ def statuses(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_damaged_table_is_named_and_is_right_again(
+def test_a_verification_names_a_damaged_table_which_is_repaired(
     service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str
 ) -> None:
     caplog.set_level(logging.INFO, "deltasync.events")
@@ -89,7 +89,7 @@ def test_a_damaged_table_is_named_and_is_right_again(
 
 
 @pytest.mark.parametrize("row", [0, USER.rows - 1])
-def test_a_row_that_was_repaired_before_all_were_read_has_differed(service: RunningService, row: int) -> None:
+def test_a_row_that_is_repaired_during_a_verification_has_differed(service: RunningService, row: int) -> None:
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target, tuning=SLICES):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
@@ -131,7 +131,7 @@ def test_a_replica_applies_releases_while_it_reads_all_rows_again(service: Runni
         assert target.blocks <= -(-USER.rows // 4) + -(-ITEM.rows // 4) + 2
 
 
-def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
+def test_a_replica_without_rows_or_away_cannot_be_verified(service: RunningService) -> None:
     with pytest.raises(NotFound, match="consumer 'nobody'"):
         verified(service, "nobody")
     with pytest.raises(NotFound, match="'predictors' has no replica 'a'"):
@@ -163,7 +163,7 @@ def hold_first(service: RunningService, stream: ReplicaStream) -> None:
     wait_for_lag(service, "predictors", lambda lag: lag["offset"] == position.number)
 
 
-def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService, stream: ReplicaStream) -> None:
+def test_a_replica_that_disconnects_ends_its_verification(service: RunningService, stream: ReplicaStream) -> None:
     with ThreadPoolExecutor() as asking:
         found = asking.submit(verified, service)
         while not stream.until("progress").read_again:
@@ -188,14 +188,14 @@ def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: 
         assert statuses(found) == {"user": "differs", "item": "equal"}
 
 
-def test_numbers_of_questions_do_not_come_again() -> None:
+def test_verification_numbers_are_unique() -> None:
     numbers = [each.ask() for each in [ReplicaVerification() for _ in range(100)] for _ in range(3)]
     assert len(set(numbers)) == 300
     assert all(0 < number < 2**63 for number in numbers)
     assert all(one < other for one, other in pairwise(numbers[:3]))
 
 
-def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:
+def test_concurrent_verifications_all_get_an_answer(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         with ThreadPoolExecutor() as asking:
@@ -203,7 +203,7 @@ def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:
             assert all(set(statuses(each.result(20)).values()) == {"equal"} for each in found)
 
 
-def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> None:
+def test_an_unrequested_answer_is_refused(stream: ReplicaStream) -> None:
     answer = checked_ack(0, Position(), {})
     answer.ack.ClearField("applied")
     answer.ack.read_again = 1

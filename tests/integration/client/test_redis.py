@@ -20,9 +20,8 @@ from tests.support.redis_server import PROGRAM, RedisServer
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.client import Position, Release, RowBatch
 from deltasync.client.targets.redis_layout import Names, keys_of
-from deltasync.client.targets.redis_rows import RedisRows
 from deltasync.client.targets.redis_store import RedisWriter
-from deltasync.client.targets.redis_target import RedisTarget
+from deltasync.client.targets.redis_target import RedisRows, RedisTarget
 from deltasync.client.targets.target import Reading
 from deltasync.core.rows import Ids
 from deltasync.core.tables import FREE_ID
@@ -124,7 +123,7 @@ STEP = st.tuples(CHANGES, st.booleans(), WHOLE, st.none() | st.integers(0, 180))
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEP, min_size=1, max_size=7))
-def test_after_any_releases_and_kills_it_holds_what_the_model_does(
+def test_the_store_equals_the_model_after_any_releases_and_kills(
     server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Any]
 ) -> None:
     store.flushall()
@@ -194,7 +193,7 @@ def _run_in_a_process_that_dies(server: RedisServer, release: Release, commands:
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_a_resync_that_is_cut_off_is_not_gone_on_from(server: RedisServer, store: Any) -> None:
+def test_no_target_continues_from_an_interrupted_resync(server: RedisServer, store: Any) -> None:
     # One of a consumer that is behind, say, after which the store is to follow the first one again.
     commands, ended = 0, False
     while not ended:
@@ -281,7 +280,7 @@ def test_nve_finds_the_rows_with_the_documented_configuration(server: RedisServe
     assert documented["hash_key"] == Names("clicks").rows("user")
 
 
-def test_a_reader_goes_on_where_rows_have_come_to_lie_otherwise(server: RedisServer, store: Any) -> None:
+def test_a_reader_follows_changes_of_a_tables_form(server: RedisServer, store: Any) -> None:
     feed, target = first(server)
     rows = RedisRows(store, "clicks")
     assert rows.lookup(ITEM.name, np.array([0]))[0].dtype == np.float16
@@ -306,7 +305,7 @@ def test_a_reader_goes_on_where_rows_have_come_to_lie_otherwise(server: RedisSer
         rows.lookup(USER.name, np.array([7]))
 
 
-def test_no_command_is_longer_than_others_can_wait(server: RedisServer, store: Any) -> None:
+def test_commands_to_redis_have_a_bounded_size(server: RedisServer, store: Any) -> None:
     hashes = RedisWriter(store, 0, "meta", "the store")
     fields = [number.to_bytes(8, "little") for number in range(5000)]
     for times, commands in ((1, 5), (200, 31)):  # Bounded by the number of fields; by their bytes.
@@ -365,7 +364,7 @@ def test_another_model_or_other_tables_are_refused(server: RedisServer, store: A
     check_equal(store, feed.model)
 
 
-def test_another_format_and_what_is_no_hash_are_refused(server: RedisServer, store: Any) -> None:
+def test_another_format_or_type_of_key_is_refused(server: RedisServer, store: Any) -> None:
     first(server)
     store.hset("clicks:meta", "format", "2")
     with pytest.raises(Contradiction, match="has rows of format '2', this version of deltasync uses format 1"):
@@ -379,7 +378,7 @@ def test_another_format_and_what_is_no_hash_are_refused(server: RedisServer, sto
         target_of(server)
 
 
-def test_who_empties_the_store_or_writes_there_too_is_found(server: RedisServer, store: Any) -> None:
+def test_another_writer_or_an_emptied_store_is_recognised(server: RedisServer, store: Any) -> None:
     feed, old = first(server)
     feed.change(Change(users=frozenset({1})))
     new = target_of(server)
@@ -402,7 +401,7 @@ def test_who_empties_the_store_or_writes_there_too_is_found(server: RedisServer,
     check_equal(store, feed.model)
 
 
-def test_a_copy_that_was_brought_back_is_found(server: RedisServer, store: Any) -> None:
+def test_a_restored_copy_of_the_store_is_recognised(server: RedisServer, store: Any) -> None:
     feed, target = first(server)
     copy = {name: store.dump(name) for name in store.keys("*")}
     feed.change(Change(users=frozenset({1})))
@@ -418,7 +417,7 @@ def test_a_copy_that_was_brought_back_is_found(server: RedisServer, store: Any) 
 
 
 @pytest.mark.usefixtures("one_by_one")
-def test_a_target_that_was_replaced_writes_nothing_more(server: RedisServer, store: Any) -> None:
+def test_a_replaced_target_writes_nothing_more(server: RedisServer, store: Any) -> None:
     refused = 0
     while True:
         store.flushall()
@@ -450,7 +449,7 @@ def test_a_target_that_was_replaced_writes_nothing_more(server: RedisServer, sto
 
 @pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("lost", [1, 3, 7])
-def test_a_server_that_loses_what_it_has_taken_is_found_out(server: RedisServer, store: Any, lost: int) -> None:
+def test_a_server_that_loses_changes_is_recognised(server: RedisServer, store: Any, lost: int) -> None:
     # As where one that was restarted has no more of its log, or a replica that lags takes over.
     begin, found_out = 0, 0
     while True:
@@ -486,7 +485,7 @@ def test_a_server_that_loses_what_it_has_taken_is_found_out(server: RedisServer,
     assert found_out > 10
 
 
-def test_a_full_store_is_named_and_nothing_is_lost(server: RedisServer, store: Any) -> None:
+def test_a_full_store_is_an_error_that_loses_nothing(server: RedisServer, store: Any) -> None:
     feed, target = first(server)
     feed.change(Change(users=frozenset(range(ROWS))))
     store.config_set("maxmemory", "1")
@@ -512,7 +511,7 @@ def test_a_store_that_evicts_is_refused(server: RedisServer, store: Any, caplog:
     assert "does not reveal its maxmemory-policy" in caplog.text
 
 
-def test_whoever_may_not_write_is_told(server: RedisServer, store: Any) -> None:
+def test_a_redis_user_without_rights_is_an_error(server: RedisServer, store: Any) -> None:
     feed = Feed()
     feed.change(_SCENARIO[0])
     store.acl_setuser("reader", enabled=True, nopass=True, keys="*", commands=["+@read", "+@transaction"])
@@ -582,7 +581,7 @@ def lose_connection() -> None:
     raise redis.ConnectionError("lost")
 
 
-def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(tmp_path: Path) -> None:
+def test_a_server_that_is_down_or_returns_empty_is_an_error(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as server:
         feed, target = first(server, retry_seconds=0.2)
         feed.change(Change(users=frozenset({1})))
@@ -595,7 +594,7 @@ def test_a_server_that_stays_away_is_an_error_and_one_that_comes_back_empty_too(
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_either_protocol_does(server: RedisServer, store: Any, protocol: int) -> None:
+def test_both_redis_protocols_work(server: RedisServer, store: Any, protocol: int) -> None:
     with server.client(protocol=protocol, db=3) as client:
         feed, target = Feed(), RedisTarget(client, "clicks")
         feed.change(_SCENARIO[0])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support import shared_c
+from tests.support import shared_c, shared_memory
 from tests.support.deployments import COMMAND
 from tests.support.fleet import Trainer
 from tests.support.forked_child import answers_in_a_fork
@@ -26,7 +26,7 @@ from tests.support.keyed_model import CHANGES, ITEM, ROWS, TABLES, USER, Change,
 from tests.support.programs import killed
 from tests.support.server import RunningService
 from tests.support.shared_c import CReader, compiled
-from tests.support.shared_memory import header, pins, release_of
+from tests.support.shared_memory import attached, header, move, pins, release_of
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
@@ -83,12 +83,6 @@ def holder(made: Path) -> Path:
     return compiled(made / "holder", made / "holder.cpp")
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
-
-
 def pair_of(version: int) -> Release:
     """A release of two tables, one with raw ids, whose values differ with each version."""
     generator = np.random.default_rng(version)
@@ -106,7 +100,7 @@ def pair_of(version: int) -> Release:
 
 @contextmanager
 def mirror(folder: Path, **options: Any) -> Iterator[SharedTarget]:
-    target = SharedTarget("m", CONSUMER, directory=folder, **options)
+    target = shared_memory.mirror(folder, **options)
     try:
         yield target
     finally:
@@ -118,7 +112,7 @@ def started(program: Path, *arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_the_compiler_puts_all_fields_where_the_layout_says(made: Path) -> None:
+def test_the_c_structs_have_the_documented_layout(made: Path) -> None:
     types = {
         "header": layout.HEADER,
         "side": layout.SIDE,
@@ -166,13 +160,13 @@ def check_equal(c: CReader, python: SharedReader, tables: list[TableSpec]) -> No
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 @given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE, st.booleans()), min_size=1, max_size=5))
-def test_rows_and_keys_are_those_that_python_reads(
+def test_c_reads_the_same_rows_and_keys_as_python(
     functions: Any, steps: list[tuple[Change, bool, frozenset[str], bool]]
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         model = KeyedModel()
-        target = SharedTarget("m", CONSUMER, directory=name)
-        python, c = SharedReader("m", directory=name), CReader(functions, f"{name}/deltasync-m")
+        target = shared_memory.mirror(Path(name))
+        python, c = attached(Path(name)), CReader(functions, f"{name}/deltasync-m")
         for change, resync, whole, restart in steps:
             held = model.version
             model.change(change)
@@ -187,12 +181,12 @@ def test_rows_and_keys_are_those_that_python_reads(
             assert c.release() == shared_c.OK
             if restart:
                 target.close()
-                target = SharedTarget("m", CONSUMER, directory=name)
+                target = shared_memory.mirror(Path(name))
         target.close()
         c.detach()
 
 
-def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> None:
+def test_c_finds_raw_ids_among_many_erased_ones(functions: Any) -> None:
     c, generator = CReader(functions, "none"), np.random.default_rng(0)
     index = KeyIndex()
     keys = generator.integers(-(2**63), 2**63 - 1, 5000)
@@ -206,7 +200,7 @@ def test_raw_ids_are_found_among_many_also_after_erased_ones(functions: Any) -> 
 
 def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) -> None:
     with mirror(folder) as target:
-        c, python = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
+        c, python = CReader(functions, layout.folder_of("m", folder)), attached(folder)
         larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
         for version, table in enumerate((USER, USER, larger, ITEM, ITEM, larger, USER), 1):
             target.apply(release_of(version, table))
@@ -216,32 +210,17 @@ def test_tables_that_grow_come_and_go_are_found(functions: Any, folder: Path) ->
         c.detach()
 
 
-def test_a_pinned_table_stays_as_it_is_while_the_mirror_has_a_larger_one(functions: Any, folder: Path) -> None:
-    larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
-    with mirror(folder, longest_pin_seconds=600.0) as target:
-        target.apply(release_of(1))
-        c, other = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
-        assert c.pin() == shared_c.OK
-        applying = threading.Thread(target=target.apply, args=(release_of(2, larger),))
-        applying.start()
-        wait_for(lambda: other.version().version == 2)
-        assert c.find(USER.name)[1].rows == ROWS
-        assert c.rows(USER.name, IDS, 8)[2] == 1
-        assert c.release() == shared_c.OK
-        applying.join()
-        assert c.find(USER.name)[1].rows == 3 * ROWS
-        check_equal(c, other, [larger])
-        c.detach()
-
-
-def test_no_reader_reads_another_mirror_that_replaces_its_own(functions: Any, folder: Path) -> None:
+@pytest.mark.parametrize("lose", [shutil.rmtree, move])
+def test_no_reader_reads_another_mirror_that_replaces_its_own(
+    functions: Any, folder: Path, lose: Callable[[Path], None]
+) -> None:
     path = layout.folder_of("m", folder)
     with mirror(folder) as target:
         target.apply(release_of(1, USER, ITEM))
         c, pinning = CReader(functions, path), CReader(functions, path)
         assert c.rows(USER.name, IDS, 8)[2] == 1
         assert not c.is_removed()
-    shutil.rmtree(path)
+    lose(path)
     with mirror(folder) as target:
         target.apply(release_of(99, USER, ITEM, resync=True))
         assert c.is_removed()
@@ -254,19 +233,7 @@ def test_no_reader_reads_another_mirror_that_replaces_its_own(functions: Any, fo
         assert not c.ready()[0]
 
 
-def test_a_moved_folder_counts_as_removed(functions: Any, folder: Path) -> None:
-    path = layout.folder_of("m", folder)
-    with mirror(folder) as target:
-        target.apply(release_of(1, USER, ITEM))
-        c = CReader(functions, path)
-        assert c.rows(USER.name, IDS, 8)[0] == shared_c.OK
-        path.rename(folder / "elsewhere")
-        assert c.is_removed()
-        assert c.rows(ITEM.name, IDS, 8)[0] == shared_c.REMOVED
-        c.detach()
-
-
-def test_a_folder_of_another_user_is_read_only_if_the_user_is_named(functions: Any, folder: Path) -> None:
+def test_a_folder_of_another_user_needs_the_owner_argument(functions: Any, folder: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to give a folder away")
     path, nobody = layout.folder_of("m", folder), 65534
@@ -308,7 +275,7 @@ def test_a_forked_process_releases_no_pin_of_its_parent(functions: Any, folder: 
         c.detach()
 
 
-def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
+def test_each_error_has_a_code(functions: Any, folder: Path) -> None:
     def attached() -> int:
         return int(CReader(functions, path).attached)
 
@@ -346,9 +313,9 @@ def test_each_trouble_has_a_code(functions: Any, folder: Path) -> None:
     assert len(set(texts)) == 17
 
 
-def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
+def test_a_reader_reports_whether_its_mirror_runs_and_is_ready(functions: Any, folder: Path) -> None:
     with mirror(folder) as target:
-        c, python = CReader(functions, layout.folder_of("m", folder)), SharedReader("m", directory=folder)
+        c, python = CReader(functions, layout.folder_of("m", folder)), attached(folder)
         for decision in (Decision(False, "it catches up"), Decision(True, "it has caught up")):
             target.note_readiness(decision)
             assert c.ready() == (python.readiness.yes, python.readiness.reason) == (decision.yes, decision.reason)
@@ -358,7 +325,7 @@ def test_a_reader_says_whether_its_mirror_runs_and_is_ready(functions: Any, fold
     c.detach()
 
 
-def test_no_reader_in_c_sees_a_torn_row_while_releases_come(functions: Any, folder: Path) -> None:
+def test_no_reader_in_c_sees_a_torn_row_during_releases(functions: Any, folder: Path) -> None:
     table = TableSpec("wide", 2000, 64)
     ids, found = np.arange(table.rows), list[str]()
 
@@ -402,7 +369,7 @@ def parsed(line: str) -> tuple[int, int, int, float | None]:
     return int(user), int(item), int(version), None if found == "missing" else float.fromhex(found)
 
 
-def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predictor: Path, folder: Path) -> None:
+def test_a_predictor_in_cpp_agrees_with_python_during_releases(predictor: Path, folder: Path) -> None:
     asked = [(user, item) for user in range(0, 1000, 37) for item in range(-1, 42, 3)]
     expected, answers = set[tuple[int, int, int, float | None]](), list[str]()
     with mirror(folder) as target, started(predictor, layout.folder_of("m", folder), "user", "item", 4) as process:
@@ -410,7 +377,7 @@ def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predict
         assert process.stdout
         output = process.stdout
         target.apply(pair_of(1))
-        python = SharedReader("m", directory=folder)
+        python = attached(folder)
         expected.update(score(python, *each) for each in asked)
         reading = threading.Thread(target=lambda: answers.extend(output))
         reading.start()
@@ -431,7 +398,7 @@ def test_a_predictor_in_cpp_answers_what_python_does_while_releases_come(predict
     assert {product is None for _, _, _, product in found} == {True, False}
 
 
-def test_readers_of_a_running_mirror_answer_alike_and_learn_that_it_was_killed(
+def test_readers_in_c_and_python_agree_and_notice_a_killed_mirror(
     tmp_path: Path, functions: Any, predictor: Path, folder: Path
 ) -> None:
     tables = [TableSpec("user", 30, 16), TableSpec("item", 20, 16)]
@@ -444,7 +411,7 @@ def test_readers_of_a_running_mirror_answer_alike_and_learn_that_it_was_killed(
         trainer.publish_some({})
         with killed(subprocess.Popen([*command, "--service", service.grpc])):
             wait_for(lambda: (layout.folder_of("m", folder) / layout.CONTROL).exists())
-            python = SharedReader("m", directory=folder)
+            python = attached(folder)
             wait_for(lambda: python.readiness.yes)
             with killed(started(predictor, layout.folder_of("m", folder), "user", "item", 2)) as process:
                 answers, _ = process.communicate("".join(f"{user} {item}\n" for user, item in asked))
@@ -454,16 +421,16 @@ def test_readers_of_a_running_mirror_answer_alike_and_learn_that_it_was_killed(
     assert {product is None for *_, product in expected} == {True, False}
     assert {parsed(line) for line in answers.splitlines()} == expected
     wait_for(lambda: not c.ready()[0] and not python.readiness.yes)  # It was killed without a goodbye.
-    assert "last sign of life was" in python.readiness.reason
+    assert "last heartbeat was" in python.readiness.reason
     c.detach()
 
 
-def test_a_predictor_in_cpp_attaches_again_when_its_mirror_was_made_anew(predictor: Path, folder: Path) -> None:
+def test_a_predictor_in_cpp_attaches_to_a_recreated_mirror(predictor: Path, folder: Path) -> None:
     path = layout.folder_of("m", folder)
     with mirror(folder) as target:
         target.apply(pair_of(1))
         keys = np.arange(1000)
-        user = keys[SharedReader("m", directory=folder).lookup_keys("user", keys)[1]][0]
+        user = keys[attached(folder).lookup_keys("user", keys)[1]][0]
         process = started(predictor, path, "user", "item", 1)
     with killed(process):
         questions, answers = process.stdin, process.stdout
@@ -480,12 +447,12 @@ def test_a_predictor_in_cpp_attaches_again_when_its_mirror_was_made_anew(predict
         assert parsed(asked())[2] == 1, "the version that it has, until there is another mirror"
         with mirror(folder) as target:
             target.apply(replace(pair_of(7), resync=True))
-            expected = score(SharedReader("m", directory=folder), user, 0)
+            expected = score(attached(folder), user, 0)
             assert expected[2] == 7
             assert parsed(asked()) == expected
 
 
-def test_a_reader_in_cpp_that_holds_a_version_for_too_long_learns_it(holder: Path, folder: Path) -> None:
+def test_a_reader_in_cpp_that_pins_for_too_long_gets_torn(holder: Path, folder: Path) -> None:
     with mirror(folder, longest_pin_seconds=0.05) as target:
         target.apply(release_of(1))
         with killed(started(holder, layout.folder_of("m", folder))) as process:
@@ -505,7 +472,7 @@ def test_a_reader_in_cpp_holds_its_version_and_the_mirror_waits(holder: Path, fo
             assert process.stdout.readline() == "1\n"
             applying = threading.Thread(target=target.apply, args=(release_of(2),))
             applying.start()
-            python = SharedReader("m", directory=folder)
+            python = attached(folder)
             wait_for(lambda: python.version().version == 2)
             assert applying.is_alive(), "it waits for the reader before it writes the other side"
             out, _ = process.communicate("\n")
@@ -523,4 +490,4 @@ def test_the_mirror_goes_on_when_a_reader_in_cpp_is_killed(holder: Path, folder:
             process.wait()
             for version in (2, 3, 4):
                 target.apply(release_of(version))
-        assert SharedReader("m", directory=folder).version().version == 4
+        assert attached(folder).version().version == 4

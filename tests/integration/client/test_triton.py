@@ -5,8 +5,6 @@ import re
 import runpy
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -122,12 +120,6 @@ class Instances:
             assert process.exitcode == 0
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
-
-
 def rows_of(table: TableSpec, version: int) -> Any:
     """Whole numbers, whose sums are exact in any order."""
     return np.random.default_rng([version, table is USER]).integers(-99, 99, (ROWS, DIM)).astype(np.float32)
@@ -163,7 +155,7 @@ def test_all_instances_answer_from_the_memory_of_one_mirror(folder: Path) -> Non
             assert answer[1] == ("invalid", "USER has 2 ids and ITEM 1, expected the same number")
 
 
-def test_instances_attach_again_when_their_mirror_was_made_anew(folder: Path) -> None:
+def test_instances_attach_to_a_recreated_mirror(folder: Path) -> None:
     batch = [(np.array([3]), np.array([4]))]
     target = SharedTarget("clicks", "predictors", directory=folder)
     target.apply(release_of(1))
@@ -180,7 +172,7 @@ def test_instances_attach_again_when_their_mirror_was_made_anew(folder: Path) ->
     target.close()
 
 
-def test_an_answer_that_took_too_long_is_made_once_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_answer_is_retried_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", BACKEND)
     target = SharedTarget("clicks", "predictors", directory=folder, longest_pin_seconds=0.01)
     target.apply(release_of(1))

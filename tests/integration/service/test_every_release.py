@@ -233,8 +233,14 @@ class Follower:
         self.come(Position())
 
     def come(self, held: Position) -> None:
-        how = {"held": held, "max_outstanding_bytes": OUTSTANDING_BYTES}
-        self.replica = follow(self._service, self._consumer, self._name, self.target, **how)
+        self.replica = follow(
+            self._service,
+            self._consumer,
+            self._name,
+            self.target,
+            held=held,
+            max_outstanding_bytes=OUTSTANDING_BYTES,
+        )
 
     def leave(self, *, says_goodbye: bool) -> None:
         if says_goodbye:

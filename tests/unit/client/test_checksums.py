@@ -162,8 +162,7 @@ class Wrong(NumpyTarget):
 
 
 @pytest.mark.parametrize("by", [1, 0], ids=["in one another's place", "not at all"])
-def test_rows_that_a_target_does_not_write_as_they_came_show(by: int) -> None:
-    """Also where they have the sum of what was sent."""
+def test_rows_that_a_target_writes_incorrectly_change_the_checksum(by: int) -> None:
     target = Wrong(3, 8, by=by)
     checksums, release = TargetChecksums(target), release_of(np.arange(1, 7, dtype="<f4").reshape(3, 2), [3, 5, 8])
     target.apply(release)
@@ -182,7 +181,7 @@ LOCAL = {
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_a_local_target_tells_what_it_has_written_without_being_read(name: str) -> None:
+def test_a_local_target_returns_digests_of_the_rows_it_has_written(name: str) -> None:
     kind, reads = LOCAL[name]
     target, values = kind(reads=reads), np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
     first = release_of(values, [3, 5, 8])
@@ -217,8 +216,7 @@ def test_damaged_rows_are_reported_until_they_come_again(
     assert told(replace(release, resync=False, rows=[right])) == expected
 
 
-def test_a_digest_that_came_damaged_is_damage_though_the_row_is_not() -> None:
-    """Nobody can say which of both is right."""
+def test_a_damaged_digest_counts_as_a_damaged_row() -> None:
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     checksums = TargetChecksums(target, 1)  # The sweep reads row 0, which did not come.
     right = release.rows[0].digested()
@@ -227,8 +225,7 @@ def test_a_digest_that_came_damaged_is_damage_though_the_row_is_not() -> None:
     assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
 
 
-def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:
-    """As on another stream: what was found on the one before may be repaired by now."""
+def test_a_forgotten_verification_starts_from_the_first_row() -> None:
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     target.apply(release)
     checksums = TargetChecksums(target, 4)
@@ -238,7 +235,7 @@ def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:
     assert checksums.read_again(1, 0.0) == 5
 
 
-def test_a_table_that_a_target_ceases_to_hold_is_not_taken_for_whole() -> None:
+def test_a_table_that_a_target_loses_has_checksum_zero() -> None:
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     target.apply(release)
     checksums = TargetChecksums(target)
@@ -249,7 +246,7 @@ def test_a_table_that_a_target_ceases_to_hold_is_not_taken_for_whole() -> None:
     assert checksums.after(release) == right
 
 
-def test_a_table_that_comes_again_after_it_was_gone_is_read_as_it_is() -> None:
+def test_a_table_that_returns_is_read_from_the_target() -> None:
     target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
     target.apply(release)
     checksums = TargetChecksums(target)
@@ -263,7 +260,7 @@ def test_a_table_that_comes_again_after_it_was_gone_is_read_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("ids", [[-1], [9], [0, 2**40]])
-def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
+def test_rows_outside_of_their_table_are_refused(ids: list[int]) -> None:
     class Anything(NumpyTarget):
         def apply(self, release: Release) -> None:
             """As a target of a user's may."""
@@ -280,8 +277,7 @@ def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("before", ValueType)
 @pytest.mark.parametrize("after", ValueType)
-def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: ValueType, after: ValueType) -> None:
-    """As when a policy comes to send its rows for a TBE."""
+def test_a_table_in_another_form_gets_new_checksums(before: ValueType, after: ValueType) -> None:
     target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
     checksums = TargetChecksums(target)
     for version, value_type in enumerate((before, after), 1):
@@ -296,7 +292,7 @@ def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: Val
         assert checksums.after(release) == {"t": checksum_of(np.arange(4), expected)}
 
 
-def test_what_replicas_hold_of_a_table_is_as_the_value_type_says() -> None:
+def test_the_value_type_determines_the_form_of_a_replicas_table() -> None:
     table, forms = TableSpec("t", 4, 8), list[Any]()
     for value_type in (ValueType.FP16, ValueType.INT4_TBE):
         held = TableForm(table, value_type, Mode.EMBEDDINGS).replica_spec

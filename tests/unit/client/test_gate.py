@@ -136,8 +136,8 @@ TestFairness = Fairness.TestCase
 class Observed(Gate):
     """Counts who begins to wait."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, patience_seconds: float = 10.0) -> None:
+        super().__init__(patience_seconds)
         self.waits = threading.Semaphore(0)
         wait_for = self._moved.wait_for
 
@@ -151,6 +151,18 @@ class Observed(Gate):
         assert self.waits.acquire(timeout=WAIT)
 
 
+class Interrupted(Gate):
+    """Interrupts each thread that has to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def interrupted(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+        self._moved.wait_for = interrupted  # type: ignore[method-assign, assignment]
+
+
 def through(gate: AbstractContextManager[None], seen: list[str], name: str) -> Callable[[], None]:
     def task() -> None:
         with gate:
@@ -159,36 +171,8 @@ def through(gate: AbstractContextManager[None], seen: list[str], name: str) -> C
     return task
 
 
-def test_a_writer_goes_before_readers_that_come_later_and_all_who_wait_before_the_next_writer() -> None:
-    gate, seen = Observed(), list[str]()
-    inside, one_waits = threading.Event(), threading.Event()
-    together = threading.Barrier(2, timeout=WAIT)
-
-    def wait_for_each_other() -> None:
-        with gate.reading():
-            together.wait()
-            seen.append("reader")
-
-    def hold() -> None:
-        with gate.reading():
-            inside.set()
-            gate.until_waiting()
-            one_waits.set()
-            for _ in range(3):
-                gate.until_waiting()
-            seen.append("first reader")
-
-    with threads(hold):
-        assert inside.wait(WAIT)
-        with threads(through(gate.writing(), seen, "writer")):
-            assert one_waits.wait(WAIT)
-            with threads(wait_for_each_other, wait_for_each_other, through(gate.writing(), seen, "last writer")):
-                pass
-    assert seen == ["first reader", "writer", "reader", "reader", "last writer"]
-
-
 @pytest.mark.parametrize("kind", ["reading", "writing"])
-def test_an_exception_inside_lets_go(kind: str) -> None:
+def test_an_exception_inside_releases_the_lock(kind: str) -> None:
     gate, seen = Gate(), list[str]()
     with pytest.raises(ZeroDivisionError), getattr(gate, kind)():
         raise ZeroDivisionError
@@ -197,7 +181,7 @@ def test_an_exception_inside_lets_go(kind: str) -> None:
     assert seen == ["writer"]
 
 
-def test_what_would_wait_for_itself_is_an_error() -> None:
+def test_a_thread_that_would_wait_for_itself_is_an_error() -> None:
     gate, seen = Gate(), list[str]()
     pairs = ((gate.writing, gate.reading), (gate.writing, gate.writing), (gate.reading, gate.writing))
     for inside, refused in pairs:
@@ -209,7 +193,6 @@ def test_what_would_wait_for_itself_is_an_error() -> None:
 
 
 def test_a_reading_may_end_in_another_thread() -> None:
-    """As those do that frameworks run as dependencies, in a pool of threads."""
     gate, seen, reading = Gate(), list[str](), list[AbstractContextManager[None]]()
 
     def begin() -> None:
@@ -228,8 +211,7 @@ def test_a_reading_may_end_in_another_thread() -> None:
     assert seen == ["writer"]
 
 
-def test_a_reading_may_end_where_its_thread_goes_in_or_out() -> None:
-    """As garbage collection ends one that was left in a generator: at any time, in any thread."""
+def test_garbage_collection_may_end_a_reading_inside_the_lock() -> None:
     gate, seen = Gate(), list[str]()
 
     def end_within() -> None:
@@ -245,19 +227,18 @@ def test_a_reading_may_end_where_its_thread_goes_in_or_out() -> None:
     assert seen == ["writer"]
 
 
-def test_a_writer_that_waits_for_long_says_for_whom(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("deltasync.client.targets.local._PATIENCE_SECONDS", 0.0)
-    gate, seen, name = Observed(), list[str](), threading.current_thread().name
+def test_a_writer_that_waits_for_long_names_the_readers(caplog: pytest.LogCaptureFixture) -> None:
+    gate, seen, name = Observed(patience_seconds=0.0), list[str](), threading.current_thread().name
 
     def others_move(_: logging.LogRecord) -> bool:
         with threads(lambda: gate._leave(-1)):
             return True
 
-    monkeypatch.setattr("deltasync.client.targets.local.logger.filters", [others_move])
     gate._turns.read(-1)
+    logger = logging.getLogger("deltasync.client.targets.local")
+    logger.addFilter(others_move)
     with ExitStack() as later, gate.reading():
+        later.callback(logger.removeFilter, others_move)
         later.enter_context(threads(through(gate.writing(), seen, "writer")))
         for _ in range(2):
             gate.until_waiting()
@@ -267,14 +248,9 @@ def test_a_writer_that_waits_for_long_says_for_whom(
 
 
 @pytest.mark.parametrize("kind", ["reading", "writing"])
-def test_who_is_interrupted_while_it_waits_keeps_nobody_out(kind: str) -> None:
-    gate, seen = Gate(), list[str]()
-
-    def interrupted(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        raise KeyboardInterrupt
-
-    with gate.reading() if kind == "writing" else gate.writing(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate._moved, "wait_for", interrupted)
+def test_an_interrupted_thread_keeps_nobody_out(kind: str) -> None:
+    gate, seen = Interrupted(), list[str]()
+    with gate.reading() if kind == "writing" else gate.writing():
 
         def come() -> None:
             with pytest.raises(KeyboardInterrupt), getattr(gate, kind)():
@@ -282,9 +258,10 @@ def test_who_is_interrupted_while_it_waits_keeps_nobody_out(kind: str) -> None:
 
         with threads(come):
             pass
-    with threads(through(gate.reading(), seen, "reader"), through(gate.writing(), seen, "writer")):
-        pass
-    assert sorted(seen) == ["reader", "writer"]
+    for name, again in (("reader", gate.reading()), ("writer", gate.writing())):
+        with threads(through(again, seen, name)):
+            pass
+    assert seen == ["reader", "writer"]
 
 
 TestFairness.settings = stateful()

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from tests.support.examples import stateful
 
 from deltasync.base.errors import InvalidInput
-from deltasync.client.targets.keyed_table import KeyedTable, KeyIndex
-from deltasync.core.rows import Ids, Values
+from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex
+from deltasync.core.rows import Ids
 from deltasync.kernels import keys as key_kernels
-from deltasync.kernels.compiled import Kernel
 
 SMALLEST, LARGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 # Few enough to meet again, with the extremes, and many that are multiples of powers of two.
@@ -32,53 +31,36 @@ def ids(keys: list[int]) -> Ids:
     return np.array(keys, np.int64)
 
 
-class Table(RuleBasedStateMachine):
-    """A table beside a dict."""
+class Index(RuleBasedStateMachine):
+    """An index beside a dict."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.model, self.number = KeyedTable(2, np.float32), dict[int, float](), 0.0
-
-    def values(self, keys: list[int]) -> Values:
-        numbers = self.number + 1 + np.arange(len(keys), dtype=np.float32)
-        self.number += len(keys)
-        return np.stack([numbers, -numbers], axis=1)
+        self.index, self.model = KeyIndex(), dict[int, int]()
 
     @rule(keys=SOME)
-    def insert(self, keys: list[int]) -> None:
-        values = self.values(keys)
-        self.table.insert(ids(keys), values)
-        self.model.update(zip(keys, values[:, 0].tolist(), strict=True))
+    def put(self, keys: list[int]) -> None:
+        places = np.arange(len(keys))
+        self.index.put(ids(keys), places)
+        self.model.update(zip(keys, places.tolist(), strict=True))
 
     @rule(keys=SOME)
-    def update(self, keys: list[int]) -> None:
-        values = self.values(keys)
-        found = self.table.update(ids(keys), values)
-        assert found.tolist() == [key in self.model for key in keys]
-        known = [(key, value) for key, value in zip(keys, values[:, 0].tolist(), strict=True) if key in self.model]
-        self.model.update(known)
-
-    @rule(keys=SOME)
-    def erase(self, keys: list[int]) -> None:
-        found = self.table.erase(ids(keys))
-        assert found.tolist() == [key in self.model for key in keys]
+    def remove(self, keys: list[int]) -> None:
+        self.index.remove(ids(keys))
         for key in keys:
             self.model.pop(key, None)
 
     @rule(keys=SOME)
-    def lookup(self, keys: list[int]) -> None:
-        values, found = self.table.lookup(ids(keys))
-        assert found.tolist() == [key in self.model for key in keys]
-        assert values[:, 0].tolist() == [self.model.get(key, 0) for key in keys]
-        assert values[:, 1].tolist() == [-self.model.get(key, 0) for key in keys]
+    def find(self, keys: list[int]) -> None:
+        assert self.index.find(ids(keys)).tolist() == [self.model.get(key, -1) for key in keys]
 
     @invariant()
-    def holds_the_keys(self) -> None:
-        assert self.table.keys().tolist() == sorted(self.model)
-        assert len(self.table) == len(self.model)
+    def has_the_keys(self) -> None:
+        assert dict(zip(*(each.tolist() for each in self.index.items()), strict=True)) == self.model
+        assert len(self.index) == len(self.model)
 
 
-TestTable = Table.TestCase
+TestIndex = Index.TestCase
 
 
 @given(st.sampled_from([1, 1 << 20, 1 << 44, 0x9E3779B97F4A7C15 >> 1]), st.booleans())
@@ -140,66 +122,28 @@ def test_keys_are_hashed_by_siphash() -> None:
     assert slots.tolist() == list(map(int, done.stdout.split()))
 
 
-def test_erased_keys_take_no_memory_for_long() -> None:
-    table = KeyedTable(1)
+def test_removed_keys_free_their_slots() -> None:
+    index = KeyIndex()
     for round_ in range(200):
         keys = np.arange(1000, dtype=np.int64) + 1000 * round_
-        table.insert(keys, np.zeros((1000, 1), np.float32))
-        assert table.erase(keys).all()
-    assert len(table) == 0
-    assert len(table._rows) < 4000
-    assert len(table._index.slots) < 16_000
-
-
-def test_what_is_read_is_a_copy() -> None:
-    table = KeyedTable(1)
-    table.insert(ids([7]), np.ones((1, 1), np.float32))
-    table.lookup(ids([7]))[0][:] = 5
-    assert table.lookup(ids([7]))[0].tolist() == [[1]]
+        index.put(keys, keys)
+        index.remove(keys)
+    assert len(index) == 0
+    assert len(index.slots) < 16_000
 
 
 @pytest.mark.parametrize(
-    ("keys", "values", "said"),
+    ("keys", "problem"),
     [
-        (
-            np.zeros(1, np.int32),
-            np.zeros((1, 2), np.float32),
-            "keys of shape [1] and type int32: expected int64 [n]",
-        ),
-        (np.zeros((1, 1), np.int64), np.zeros((1, 2), np.float32), "keys of shape [1, 1]"),
-        (
-            ids([1]),
-            np.zeros((1, 3), np.float32),
-            "values of shape [1, 3] and type float32: expected [1, 2]",
-        ),
-        (ids([1, 2]), np.zeros((1, 2), np.float32), "expected [2, 2]"),
-        (ids([1]), np.zeros((1, 2), "U1"), "type <U1"),
+        (np.zeros(1, np.int32), "keys of shape [1] and type int32: expected int64 [n]"),
+        (np.zeros((1, 1), np.int64), "keys of shape [1, 1]"),
+        ([1, 2], "keys: a list, expected a NumPy array"),
+        (None, "keys: a NoneType, expected a NumPy array"),
     ],
 )
-def test_what_does_not_fit_is_an_error(keys: Ids, values: Values, said: str) -> None:
-    table = KeyedTable(2)
-    for change in (table.insert, table.update):
-        with pytest.raises(InvalidInput, match=re.escape(said)):
-            change(keys, values)
-    assert len(table) == 0
+def test_a_lookup_refuses_keys_of_another_type_or_shape(keys: Any, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(problem)):
+        KeyedRows(KeyIndex(), np.zeros((1, 2))).lookup(keys)
 
 
-@pytest.mark.parametrize("keys", [[1, 2], 1, None])
-def test_keys_that_are_no_array_are_an_error(keys: Any) -> None:
-    table = KeyedTable(2)
-    for use in (table.lookup, table.erase):
-        with pytest.raises(InvalidInput, match=f"keys: a {type(keys).__name__}, expected a NumPy array"):
-            use(keys)
-
-
-def test_nothing_is_compiled_by_who_looks_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (key_kernels.first_slots, key_kernels.find, key_kernels.put, key_kernels.remove):
-        monkeypatch.setattr(each, "_compiled", None)
-    index = KeyIndex()
-    monkeypatch.setattr(Kernel, "compile", lambda kernel: pytest.fail(f"compiles {kernel.__name__}"))
-    index.put(ids([7]), ids([0]))
-    assert index.find(ids([7, 8])).tolist() == [0, -1]
-    index.remove(ids([7]))
-
-
-TestTable.settings = stateful()
+TestIndex.settings = stateful()

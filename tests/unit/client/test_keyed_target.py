@@ -1,16 +1,17 @@
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
 from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.targets.checksums import TargetChecksums
-from deltasync.client.targets.keyed_table import KeyIndex
 from deltasync.client.targets.keyed_target import KeyedCopy, KeyedTarget
 from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release
@@ -36,7 +37,9 @@ def held_by(target: KeyedTarget) -> dict[str, dict[int, float]]:
 
 @pytest.mark.parametrize("reads", ["pause", "copies"])
 @given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE), min_size=1, max_size=8))
-def test_it_holds_what_the_model_does(reads: Reads, steps: list[tuple[Change, bool, frozenset[str]]]) -> None:
+def test_a_target_holds_what_the_model_does(
+    reads: Reads, steps: list[tuple[Change, bool, frozenset[str]]]
+) -> None:
     model, target, plain = KeyedModel(), KeyedTarget(reads=reads), NumpyTarget()
     by_row, by_key = TargetChecksums(plain), TargetChecksums(target)
     for change, resync, whole in steps:
@@ -57,18 +60,16 @@ def test_it_holds_what_the_model_does(reads: Reads, steps: list[tuple[Change, bo
             )
 
 
-def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of many keys that takes long; readers wait while a release is written.
+def test_arrays_are_allocated_before_readers_have_to_wait() -> None:
     table = dataclasses.replace(USER, rows=1000)
     id_map = dataclasses.replace(RAW_IDS, rows=1000)
-    copy, made = KeyedCopy(), list[int]()
-    make_slots = KeyIndex._make_slots
+    made = list[int]()
 
-    def record(index: KeyIndex, keys: int) -> None:
-        made.append(keys)
-        make_slots(index, keys)
+    def allocate(shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
+        made.append(shape[0])
+        return np.zeros(shape, dtype)
 
-    monkeypatch.setattr(KeyIndex, "_make_slots", record)
+    copy = KeyedCopy(allocate)
     whole = {1: frozenset({USER.name, RAW_IDS.name}), 7: frozenset({RAW_IDS.name}), 8: frozenset({USER.name})}
     for version in range(1, 12):
         ids = np.arange(1000 if version in whole else 90 * version)
@@ -88,7 +89,7 @@ def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch
     assert len(made) > 4
 
 
-def test_unknown_keys_are_told() -> None:
+def test_unknown_keys_are_reported() -> None:
     model, target = KeyedModel(), KeyedTarget()
     model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
     target.apply(model.release(0, resync=True))
@@ -111,7 +112,7 @@ def _swapped(version: int, raw_ids: list[tuple[int, int]]) -> Release:
 
 
 @pytest.mark.parametrize("raw_ids", [[(2, 8), (4, 8)], [(4, 7)]])
-def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(raw_ids: list[tuple[int, int]]) -> None:
+def test_one_raw_id_for_two_rows_is_an_error_before_any_write(raw_ids: list[tuple[int, int]]) -> None:
     model, target = KeyedModel(), KeyedTarget()
     model.change(Change(users=frozenset(range(ROWS)), raw_ids={0: 7}))
     target.apply(model.release(0, resync=True))
@@ -125,7 +126,7 @@ def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(raw_ids: lis
     assert read[:, 0].tolist() == [7 ^ FREE_ID, 0, 0, 0, 0, 0]
 
 
-def test_a_table_may_come_in_another_form() -> None:
+def test_a_table_may_change_its_form() -> None:
     model, target = KeyedModel(), KeyedTarget()
     model.change(Change(users=frozenset(range(ROWS)), raw_ids={0: 7, 1: 5, 2: 1}))
     target.apply(model.release(0, resync=True))
@@ -165,7 +166,7 @@ def test_tables_grow() -> None:
         assert after.tables[ITEM.name].keys().tolist() == [1]
 
 
-def test_a_position_has_its_seal_in_the_store() -> None:
+def test_the_redis_store_keeps_the_seal_of_a_position() -> None:
     meta = Meta("clicks", (), Position("h", 7, seal=2**64 - 1), version=7)
     found = Meta.of_fields({name.encode(): value.encode() for name, value in meta.fields().items()}, "the store")
     assert found == meta

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
@@ -18,40 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.shared_memory import attached, mirror, move, release_of, remove_files
 from tests.support.small_memory import forked, in_new_process
 from tests.support.waiting import wait_for
 
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
-from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec, TornTarget
+from deltasync.client import NumpyTarget, Release, TableSpec, TornTarget
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import lock_byte
 from deltasync.client.shared.reader import SharedReader
 from deltasync.client.shared.target import SharedTarget
 from deltasync.client.targets.checksums import TargetChecksums
 
-CONSUMER = "predictors"
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
-
-
-def release_of(version: int, value: float, *, table: TableSpec = USER, resync: bool = False) -> Release:
-    rows = np.full((table.rows, table.dim), value, table.dtype)
-    return Release(
-        position=Position("h", version, version),
-        step=version,
-        step_end_unix_ns=version,
-        resync=resync,
-        tables=[table],
-        rows=[RowBatch(Shard.whole(table), np.arange(table.rows), rows)],
-        version=version,
-        model="clicks",
-    )
 
 
 def keyed_of(reader: SharedReader) -> dict[str, dict[int, float]]:
@@ -69,13 +48,13 @@ def keyed_of(reader: SharedReader) -> dict[str, dict[int, float]]:
 
 
 @given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE, st.booleans()), min_size=1, max_size=6))
-def test_readers_see_what_the_model_has_also_after_restarts(
+def test_readers_see_the_model_also_after_restarts_of_the_mirror(
     steps: list[tuple[Change, bool, frozenset[str], bool]],
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         model, plain = KeyedModel(), NumpyTarget()
-        target = SharedTarget("m", CONSUMER, directory=name)
-        reader = SharedReader("m", directory=name)
+        target = mirror(Path(name))
+        reader = attached(Path(name))
         checksums, by_row = TargetChecksums(target), TargetChecksums(plain)
         for change, resync, whole, restart in steps:
             held = model.version
@@ -92,99 +71,49 @@ def test_readers_see_what_the_model_has_also_after_restarts(
                 assert not found[-1].any()
             if restart:
                 target.close()
-                target = SharedTarget("m", CONSUMER, directory=name)
+                target = mirror(Path(name))
                 assert target.position == release.position
                 checksums = TargetChecksums(target)
         target.close()
 
 
-@pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_a_mirror_that_was_killed_while_it_wrote_leaves_a_whole_version(folder: Path, moment: str) -> None:
-    def die(side: int, when: str) -> None:
-        target = SharedTarget("m", CONSUMER, directory=folder)
-        target.apply(release_of(1, 1.0, resync=True))
-        first = target._sides[1 - target._memory.served]
-        second = target._served
-
-        def kill(*_: object) -> None:
-            os._exit(0)
-
-        subject, method = {
-            "before": (first.copy, "describe"),
-            "between": (second, "begin"),
-            "after": (second.copy, "describe"),
-        }[when]
-        setattr(subject, method, kill)
-        target.apply(release_of(2, 2.0))
-
-    process = get_context("fork").Process(target=die, args=(0, moment))
-    process.start()
-    process.join(20)
-    value = 1.0 if moment == "before" else 2.0
-    reader = SharedReader("m", directory=folder)
-    rows, version = reader.lookup(USER.name, np.arange(ROWS))
-    assert (version, rows.min(), rows.max()) == (value, value, value)
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    assert target.position.number == value
-    target.apply(release_of(3, 3.0))
-    assert reader.lookup(USER.name, np.arange(ROWS))[0].min() == 3.0
-    target.close()
-    assert not reader.readiness.yes
-
-
-def test_what_a_reader_pins_stays_until_it_leaves_or_the_limit_is_over(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
-    target.apply(release_of(1, 1.0, resync=True))
-    reader = SharedReader("m", directory=folder)
+def test_a_pinned_version_stays_until_its_block_ends_or_the_limit(folder: Path) -> None:
+    target = mirror(folder, longest_pin_seconds=0.05)
+    target.apply(release_of(1))
+    reader = attached(folder)
     with reader.reading() as now:
-        applying = threading.Thread(target=target.apply, args=(release_of(2, 2.0),))
+        applying = threading.Thread(target=target.apply, args=(release_of(2),))
         applying.start()
         wait_for(lambda: reader.version().version == 2)
         assert now.version == 1
         assert now.tables[USER.name].max() == 1.0, "others have the next version already"
     applying.join()
     with pytest.raises(TornTarget, match="wrote over the rows"), reader.reading() as now:
-        target.apply(release_of(3, 3.0))
+        target.apply(release_of(3))
     with reader.reading() as now:
         assert now.tables[USER.name].min() == 3.0
         assert not now.tables[USER.name].flags.writeable
     target.close()
 
 
-def test_a_reader_that_died_is_not_waited_for(folder: Path) -> None:
-    def pin_and_die() -> None:
-        with SharedReader("m", directory=folder).reading():
-            os._exit(0)
-
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
-    target.apply(release_of(1, 1.0, resync=True))
-    process = get_context("fork").Process(target=pin_and_die)
-    process.start()
-    process.join(20)
-    target.apply(release_of(2, 2.0))
-    target.apply(release_of(3, 3.0))
-    assert SharedReader("m", directory=folder).version().version == 3
-    target.close()
-
-
 def test_no_reader_waits_for_a_first_copy_that_is_arriving(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    reader = SharedReader("m", directory=folder)
+    target = mirror(folder)
+    reader = attached(folder)
     assert target.takes_parts
-    target.apply(replace(release_of(1, 1.0, resync=True), more=True))
+    target.apply(replace(release_of(1), more=True))
     with pytest.raises(ServiceUnavailable, match="has no version yet"):
         reader.lookup(USER.name, np.arange(1))
     with pytest.raises(ServiceUnavailable, match="has no version yet"), reader.reading():
         pass
-    target.apply(release_of(1, 1.0, resync=True))
+    target.apply(release_of(1))
     with reader.reading() as now:
         assert now.version == 1
     target.close()
 
 
-def test_a_mirror_that_was_killed_while_it_told_its_state_leaves_no_reader_in_doubt(folder: Path) -> None:
+def test_a_mirror_killed_while_writing_its_readiness_recovers(folder: Path) -> None:
     def die() -> None:
-        target = SharedTarget("m", CONSUMER, directory=folder)
+        target = mirror(folder)
         target.note_readiness(Decision(True, Last("the last word")))
 
     class Last(str):
@@ -194,7 +123,7 @@ def test_a_mirror_that_was_killed_while_it_told_its_state_leaves_no_reader_in_do
     process = get_context("fork").Process(target=die)
     process.start()
     process.join(20)
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     target.note_readiness(Decision(True, "it has caught up"))
     header = np.fromfile(layout.folder_of("m", folder) / layout.CONTROL, layout.HEADER, 1)
     assert header["state_sequence"][0] % 2 == 0
@@ -202,50 +131,42 @@ def test_a_mirror_that_was_killed_while_it_told_its_state_leaves_no_reader_in_do
 
 
 def test_a_reader_that_damages_what_it_may_write_harms_nobody(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
-    target.apply(release_of(1, 1.0, resync=True))
-    reader = SharedReader("m", directory=folder)
+    target = mirror(folder, longest_pin_seconds=60.0)
+    target.apply(release_of(1))
+    reader = attached(folder)
     for content in (b"", b"\xff" * 100, b"\xff" * layout.READERS_BYTES):
         with reader.reading() as now:
             assert now.version == 1
         (layout.folder_of("m", folder) / layout.READERS).write_bytes(content)
         with reader.reading() as now:
             assert now.tables[USER.name].max() == 1.0
-    target.apply(release_of(2, 2.0))
+    target.apply(release_of(2))
     assert reader.version().version == 2
     target.close()
 
 
-def test_a_full_file_system_kills_nobody_because_all_files_have_their_memory(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
-    for each in layout.folder_of("m", folder).iterdir():
-        assert each.stat().st_blocks * 512 >= each.stat().st_size
-    target.close()
-
-
-def test_no_reader_takes_a_later_file_for_one_that_it_knows(folder: Path) -> None:
+def test_a_reader_never_confuses_a_new_file_with_an_old_one(folder: Path) -> None:
     def both(version: int) -> Release:
-        users, items = (release_of(version, float(version), table=table) for table in (USER, ITEM))
+        users, items = (release_of(version, table) for table in (USER, ITEM))
         return replace(users, tables=[ITEM, USER], rows=[*items.rows, *users.rows], resync=version == 1)
 
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    reader = SharedReader("m", directory=folder)
+    target = mirror(folder)
+    reader = attached(folder)
     for version in (1, 2):
         target.apply(both(version))
     assert reader.lookup(USER.name, np.arange(ROWS))[0].max() == 2.0
     for version in (3, 4, 5):
-        target.apply(release_of(version, float(version), table=ITEM))
+        target.apply(release_of(version, ITEM))
     target.close()
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     target.apply(both(6))
     assert reader.lookup(USER.name, np.arange(ROWS))[0].max() == 6.0
     target.close()
 
 
-def test_no_reader_sees_a_torn_row_while_releases_come(folder: Path) -> None:
+def test_no_reader_sees_a_torn_row_during_releases(folder: Path) -> None:
     def look(name: str, found: "list[str]") -> None:
-        reader, ids = SharedReader("m", directory=name), np.arange(table.rows)
+        reader, ids = attached(Path(name)), np.arange(table.rows)
         for turn in range(200):
             rows, version = reader.lookup(table.name, ids)
             if not (rows == version).all():
@@ -256,8 +177,8 @@ def test_no_reader_sees_a_torn_row_while_releases_come(folder: Path) -> None:
                         found.append(f"torn whole: {now.version}")
 
     table = TableSpec("wide", 2000, 64)
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, table=table, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1, table, resync=True))
     found = list[str]()
     threads = [threading.Thread(target=look, args=(str(folder), found)) for _ in range(3)]
     for each in threads:
@@ -265,20 +186,20 @@ def test_no_reader_sees_a_torn_row_while_releases_come(folder: Path) -> None:
     version = 1
     while any(each.is_alive() for each in threads):
         version += 1
-        target.apply(release_of(version, float(version), table=table))
+        target.apply(release_of(version, table))
     assert found == []
     assert version > 3
     target.close()
 
 
 def test_tables_grow_come_and_go_and_leave_no_file(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    reader = SharedReader("m", directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    reader = attached(folder)
+    target.apply(release_of(1))
     larger = TableSpec(USER.name, 3 * ROWS, USER.dim)
-    target.apply(release_of(2, 2.0, table=larger))
+    target.apply(release_of(2, larger))
     assert reader.lookup(USER.name, np.arange(3 * ROWS))[0].min() == 2.0
-    target.apply(release_of(3, 3.0, table=ITEM))
+    target.apply(release_of(3, ITEM))
     assert reader.lookup(ITEM.name, np.arange(ROWS))[0].min() == 3.0
     with pytest.raises(NotFound, match=f"no table '{USER.name}'"):
         reader.lookup(USER.name, np.arange(1))
@@ -287,64 +208,39 @@ def test_tables_grow_come_and_go_and_leave_no_file(folder: Path) -> None:
     target.close()
 
 
-def test_what_is_no_mirror_of_ours_is_refused(folder: Path) -> None:
+def test_foreign_or_damaged_mirrors_are_refused(folder: Path) -> None:
     with pytest.raises(NotFound, match="no mirror 'm' in"):
-        SharedReader("m", directory=folder)
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    reader = SharedReader("m", directory=folder)
+        attached(folder)
+    target = mirror(folder)
+    reader = attached(folder)
     assert not reader.readiness.yes
     with pytest.raises(ServiceUnavailable, match="has no version yet"):
         reader.lookup(USER.name, np.arange(1))
     with pytest.raises(Contradiction, match="another process writes"):
-        SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+        mirror(folder)
+    target.apply(release_of(1))
     target.note_readiness(Decision(True, "it has caught up"))
     assert reader.readiness == Decision(True, "it has caught up")
     with pytest.raises(InvalidInput, match="row -1 of table"):
         reader.lookup(USER.name, np.array([-1]))
-    other = release_of(2, 2.0)
+    other = release_of(2)
     with pytest.raises(Contradiction, match="has model 'clicks', the consumer's is 'views'"):
         target.apply(Release(**{**vars(other), "model": "views"}))
     target.close()
-    with pytest.raises(InvalidInput, match="is of consumer 'predictors', not 'canary'"):
+    with pytest.raises(InvalidInput, match="follows consumer 'predictors', not 'canary'"):
         SharedTarget("m", "canary", directory=folder)
     control = layout.folder_of("m", folder) / layout.CONTROL
-    content = bytearray(control.read_bytes()[: layout.HEADER_BYTES])
+    content = bytearray(control.read_bytes()[: layout.HEADER.itemsize])
     content[8] = 9
     with control.open("r+b") as file:
         file.write(content)
-    for open_it in (
-        lambda: SharedReader("m", directory=folder),
-        lambda: SharedTarget("m", CONSUMER, directory=folder),
-    ):
+    for open_it in (attached, mirror):
         with pytest.raises(InvalidInput, match="has layout 9"):
-            open_it()
+            open_it(folder)
     control.write_bytes(b"something else")
-    for open_it in (
-        lambda: SharedReader("m", directory=folder),
-        lambda: SharedTarget("m", CONSUMER, directory=folder),
-    ):
-        with pytest.raises(InvalidInput, match="is not of a mirror"):
-            open_it()
-
-
-def test_too_little_memory_is_told_before_anything_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(
-            StorageFailed, match=r"no room for the tables, which need 100000 bytes with both .*--shm-size"
-        ):
-            target.apply(release_of(2, 2.0, table=TableSpec(USER.name, 10_000, 1, np.dtype("<f4"))))
-    assert SharedReader("m", directory=folder).lookup(USER.name, np.arange(ROWS))[0].max() == 1.0
-    target.apply(release_of(2, 2.0))
-    target.close()
+    for open_it in (attached, mirror):
+        with pytest.raises(InvalidInput, match="is not a mirror's folder"):
+            open_it(folder)
 
 
 MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o640, 0o660), "all": (0o755, 0o644, 0o666)}
@@ -352,10 +248,10 @@ MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o640, 0o660), "all": 
 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("then", MODES)
-def test_only_those_who_may_can_read_and_nobody_can_write_rows(folder: Path, first: str, then: str) -> None:
+def test_file_modes_follow_readable_by(folder: Path, first: str, then: str) -> None:
     for version, readable_by in enumerate((first, then), 1):
-        target = SharedTarget("m", CONSUMER, directory=folder, readable_by=readable_by)
-        target.apply(release_of(version, float(version), resync=True))
+        target = mirror(folder, readable_by=readable_by)
+        target.apply(release_of(version, resync=True))
         path, (mode, of_file, of_readers) = layout.folder_of("m", folder), MODES[readable_by]
         modes = {each.name: each.stat().st_mode & 0o777 for each in path.iterdir()}
         assert path.stat().st_mode & 0o777 == mode
@@ -365,27 +261,27 @@ def test_only_those_who_may_can_read_and_nobody_can_write_rows(folder: Path, fir
         target.close()
 
 
-def test_a_mirror_that_starts_is_not_ready_although_the_one_before_was(folder: Path) -> None:
+def test_a_started_mirror_is_not_ready_although_its_predecessor_was(folder: Path) -> None:
     def die() -> None:
-        target = SharedTarget("m", CONSUMER, directory=folder)
-        target.apply(release_of(1, 1.0, resync=True))
+        target = mirror(folder)
+        target.apply(release_of(1))
         target.note_readiness(Decision(True, "it has caught up"))
 
     assert forked(die) == 0
-    reader = SharedReader("m", directory=folder)
+    reader = attached(folder)
     assert reader.readiness.yes
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     assert reader.readiness == Decision(False, "its mirror has just started")
     target.close()
 
 
-def test_the_sign_of_life_is_of_a_clock_that_nobody_sets(folder: Path) -> None:
+def test_heartbeats_use_a_clock_that_nobody_sets(folder: Path) -> None:
     before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     target.note_readiness(Decision(True, "it has caught up"))
     control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, layout.HEADER, shape=(1,))
     assert before <= control["alive_ns"][0] <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    reader = SharedReader("m", directory=folder)
+    reader = attached(folder)
     assert reader.readiness.yes
     for seconds in (-3600, 3600):  # The later time is of before the host was started again.
         control["alive_ns"] = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + seconds * 10**9
@@ -394,36 +290,36 @@ def test_the_sign_of_life_is_of_a_clock_that_nobody_sets(folder: Path) -> None:
 
 
 def test_a_closed_target_writes_nothing(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     target.close()
-    next_target = SharedTarget("m", CONSUMER, directory=folder)
+    next_target = mirror(folder)
     next_target.note_readiness(Decision(True, "it has caught up"))
     target.close()
     target.note_readiness(Decision(False, "it falls behind"))
-    with pytest.raises(Contradiction, match="is closed: make another one"):
-        target.apply(release_of(2, 2.0))
-    reader = SharedReader("m", directory=folder)
+    with pytest.raises(Contradiction, match="is closed: create another one"):
+        target.apply(release_of(2))
+    reader = attached(folder)
     assert (reader.readiness.yes, reader.version().version) == (True, 1)
     with pytest.raises(Contradiction, match="another process writes"):
-        SharedTarget("m", CONSUMER, directory=folder)
+        mirror(folder)
     next_target.close()
 
 
 def test_readers_cannot_keep_a_mirror_from_starting(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     target.close()
     path = layout.folder_of("m", folder)
     fds = [os.open(each, os.O_RDONLY) for each in (path, path / layout.CONTROL, path / layout.READERS)]
     for fd in fds:
         fcntl.flock(fd, fcntl.LOCK_SH)
-    SharedTarget("m", CONSUMER, directory=folder).close()
+    mirror(folder).close()
     for fd in fds:
         os.close(fd)
 
 
-def test_a_process_that_a_dead_mirror_has_forked_does_not_keep_the_next_one_from_starting(folder: Path) -> None:
+def test_a_forked_process_does_not_hold_the_lock_of_a_dead_mirror(folder: Path) -> None:
     here, there = get_context("fork").Pipe()
 
     def live_on() -> None:
@@ -431,15 +327,15 @@ def test_a_process_that_a_dead_mirror_has_forked_does_not_keep_the_next_one_from
         there.recv()
 
     def die() -> None:
-        target = SharedTarget("m", CONSUMER, directory=folder)
-        target.apply(release_of(1, 1.0, resync=True))
+        target = mirror(folder)
+        target.apply(release_of(1))
         get_context("fork").Process(target=live_on).start()
         os._exit(0)
 
     assert forked(die) == 0
     assert here.recv()
     try:
-        SharedTarget("m", CONSUMER, directory=folder).close()
+        mirror(folder).close()
     finally:
         here.send(True)
 
@@ -449,20 +345,20 @@ def test_foreign_files_stay_or_are_refused(folder: Path) -> None:
     path.mkdir()
     (path / "notes.txt").write_text("mine")
     with pytest.raises(InvalidInput, match=r"has other files, such as 'notes.txt'"):
-        SharedTarget("m", CONSUMER, directory=folder)
+        mirror(folder)
     (path / "notes.txt").unlink()
     victim.write_text("mine")
     (path / "control.new").symlink_to(victim)
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     for name in ("notes.txt", "2024", "0"):
         (path / name).write_text("mine")
     for version in (1, 2):
-        target.apply(release_of(version, 1.0, resync=True))
+        target.apply(release_of(version, resync=True))
     target.close()
     assert {each.read_text() for each in (victim, path / "notes.txt", path / "2024", path / "0")} == {"mine"}
     folder.joinpath("deltasync-link").symlink_to(path)
     with pytest.raises(InvalidInput, match="is a file or a link"):
-        SharedTarget("link", CONSUMER, directory=folder)
+        SharedTarget("link", "predictors", directory=folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
@@ -471,31 +367,22 @@ def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
     path.mkdir()
     os.chown(path, 10001, 10001)
     with pytest.raises(InvalidInput, match="belongs to another user"):
-        SharedTarget("m", CONSUMER, directory=folder)
-
-
-def move(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-
-
-def remove(path: Path) -> None:
-    shutil.rmtree(path)
+        mirror(folder)
 
 
 def replace_files(path: Path) -> None:
-    for each in path.iterdir():
-        each.unlink()
+    remove_files(path)
     (path / layout.CONTROL).touch()
 
 
-@pytest.mark.parametrize("lose", [move, remove, replace_files])
+@pytest.mark.parametrize("lose", [move, shutil.rmtree, replace_files])
 def test_a_mirror_notices_that_its_folder_was_moved_or_removed(folder: Path, lose: Callable[[Path], None]) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     assert target.read(USER, np.arange(1)) is not None
     lose(layout.folder_of("m", folder))
     with pytest.raises(StorageFailed, match="was moved or removed while its mirror runs: start the mirror"):
-        target.apply(release_of(2, 2.0))
+        target.apply(release_of(2))
     with pytest.raises(StorageFailed, match="was moved or removed"):
         target.read(USER, np.arange(1))
     target.close()
@@ -503,32 +390,32 @@ def test_a_mirror_notices_that_its_folder_was_moved_or_removed(folder: Path, los
 
 def test_a_folder_without_a_version_ends_with_its_mirror(folder: Path) -> None:
     path = layout.folder_of("m", folder)
-    SharedTarget("m", CONSUMER, directory=folder).close()
+    mirror(folder).close()
     assert not path.exists()
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    target = mirror(folder)
     with pytest.raises(Contradiction, match="another process writes"):
-        SharedTarget("m", CONSUMER, directory=folder)
+        mirror(folder)
     assert path.exists()
     (path / "notes.txt").write_text("mine")
     target.close()
     assert [each.name for each in path.iterdir()] == ["notes.txt"]
     (path / "notes.txt").unlink()
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     target.close()
-    assert SharedReader("m", directory=folder).version().version == 1
+    assert attached(folder).version().version == 1
     move(path)
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    remove(path)
+    target = mirror(folder)
+    shutil.rmtree(path)
     path.mkdir()
     target.close()
     assert path.exists(), "another folder with the same name is not its own"
 
 
 @pytest.mark.parametrize("name", ["u\0", "a/b", ""])
-def test_names_that_nobody_else_accepts_are_refused(folder: Path, name: str) -> None:
+def test_invalid_names_are_refused(folder: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match="mirror name"):
-        SharedTarget(name, CONSUMER, directory=folder)
+        SharedTarget(name, "predictors", directory=folder)
     with pytest.raises(InvalidInput, match="mirror name"):
         SharedReader(name, directory=folder)
     with pytest.raises(InvalidInput, match="consumer name"):
@@ -548,8 +435,8 @@ FIELDS = {
 
 @pytest.mark.parametrize("field", [*FIELDS, "history", "kept"])
 def test_a_damaged_control_file_is_an_error_that_names_it(folder: Path, field: str) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     target.close()
     side = layout.side_offset(1)  # The first release is written there.
     in_table = field in FIELDS
@@ -559,28 +446,28 @@ def test_a_damaged_control_file_is_an_error_that_names_it(folder: Path, field: s
     at = side + in_table * layout.SIDE.itemsize + places[field][1]
     damage = FIELDS.get(field, b"\xff")
     control[at : at + len(damage)] = np.frombuffer(damage, np.uint8)
-    reader = SharedReader("m", directory=folder)
+    reader = attached(folder)
     for _ in range(2):
         with pytest.raises(StorageFailed, match=r"control cannot be used \(.*: if it is damaged, stop the mirror"):
             read_all(reader)
         with pytest.raises(InvalidInput, match=r"control is missing or damaged \(.*remove the folder"):
-            SharedTarget("m", CONSUMER, directory=folder)
+            mirror(folder)
 
 
 def test_no_damage_of_the_control_file_is_more_than_an_error(folder: Path) -> None:
-    target, model, random = SharedTarget("m", CONSUMER, directory=folder), KeyedModel(), np.random.default_rng(0)
+    target, model, random = mirror(folder), KeyedModel(), np.random.default_rng(0)
     model.change(Change(users=frozenset({0}), items=frozenset({3}), raw_ids={0: 7}))
     target.apply(model.release(0, resync=True))
     target.close()
     control = np.memmap(layout.folder_of("m", folder) / layout.CONTROL, np.uint8, "r+")
     whole, side = control.copy(), layout.side_offset(1)
     ends = side + layout.SIDE.itemsize + len(TABLES) * layout.TABLE.itemsize
-    places = np.concatenate([np.arange(64, layout.HEADER_BYTES), np.arange(side + 8, ends)])
+    places = np.concatenate([np.arange(64, layout.HEADER.itemsize), np.arange(side + 8, ends)])
     for _ in range(300):
         at = random.choice(places, 3)
         control[at] = random.integers(0, 256, 3)
         with suppress(StorageFailed, ServiceUnavailable, NotFound):
-            read_all(SharedReader("m", directory=folder))
+            read_all(attached(folder))
         control[at] = whole[at]
 
 
@@ -597,8 +484,8 @@ def read_all(reader: SharedReader) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"short"])
 def test_a_damaged_folder_is_refused_each_time(folder: Path, content: bytes | None) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder)
+    target.apply(release_of(1))
     target.close()
     largest = max(layout.folder_of("m", folder).glob("[0-9a-f]"), key=lambda each: each.stat().st_size)
     largest.unlink()
@@ -606,13 +493,13 @@ def test_a_damaged_folder_is_refused_each_time(folder: Path, content: bytes | No
         largest.write_bytes(content)
     for _ in range(2):
         with pytest.raises(InvalidInput, match=r"missing or damaged .*remove the folder"):
-            SharedTarget("m", CONSUMER, directory=folder)
+            mirror(folder)
 
 
 def use_few_descriptors(folder: Path) -> None:
     tables = [TableSpec(f"table {number}", 1, 1) for number in range(20)]
-    release = replace(release_of(1, 1.0, resync=True), tables=tables, rows=[])
-    target = SharedTarget("m", CONSUMER, directory=folder)
+    release = replace(release_of(1), tables=tables, rows=[])
+    target = mirror(folder)
     used = set(map(int, os.listdir("/proc/self/fd")))
     free = [number for number in range(3, 5000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[60], free[100]))
@@ -620,14 +507,14 @@ def use_few_descriptors(folder: Path) -> None:
         target.apply(release)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[100], free[100]))
     target.apply(release)
-    reader = SharedReader("m", directory=folder)
+    reader = attached(folder)
     used = set(map(int, os.listdir("/proc/self/fd")))
     full = next(number for number in range(3, 5000) if number not in used)
     resource.setrlimit(resource.RLIMIT_NOFILE, (full, free[100]))
     for use in (
         lambda: reader.lookup("table 3", np.arange(1)),
         lambda: reader.reading().__enter__(),
-        lambda: SharedReader("m", directory=folder),
+        lambda: attached(folder),
     ):
         with pytest.raises((StorageFailed, ServiceUnavailable), match=r"Too many open files: allow more"):
             use()
@@ -637,33 +524,33 @@ def test_an_array_has_one_descriptor_and_too_few_are_an_error(folder: Path) -> N
     assert in_new_process(use_few_descriptors, folder) == 0
 
 
-def test_a_release_that_failed_in_the_served_side_leaves_the_version_of_the_readers(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder)
-    target.apply(release_of(1, 1.0, resync=True))
-    second, reader = target._served, SharedReader("m", directory=folder)
+def test_a_release_that_fails_in_the_second_side_stays_readable(folder: Path) -> None:
+    target = mirror(folder)
+    target.apply(release_of(1))
+    second, reader = target._served, attached(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second.copy, "stage", lambda _: lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            target.apply(release_of(2, 2.0))
+            target.apply(release_of(2))
     assert not target.position.number
     assert not target.takes_parts, "a first copy would overwrite what readers have"
     assert reader.lookup(USER.name, np.arange(ROWS))[1] == 2
-    target.apply(release_of(3, 3.0, resync=True))
+    target.apply(release_of(3, resync=True))
     for _ in range(2):
         with reader.reading() as now:
             assert (now.version, now.tables[USER.name].min()) == (3, 3.0)
         target.close()
-        target = SharedTarget("m", CONSUMER, directory=folder)
+        target = mirror(folder)
     target.close()
 
 
 def test_a_reader_that_pins_again_and_again_delays_one_release(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=0.05)
-    target.apply(release_of(1, 1.0, resync=True))
+    target = mirror(folder, longest_pin_seconds=0.05)
+    target.apply(release_of(1))
     fd = os.open(layout.folder_of("m", folder) / layout.READERS, os.O_RDWR)
-    assert lock_byte(fd, 7)
+    assert layout.lock_byte(fd, 7)
     waits, entry, sleep = list[float](), np.zeros(1, layout.READER), time.sleep
 
     def applied(version: int, side: int) -> bool:
@@ -671,7 +558,7 @@ def test_a_reader_that_pins_again_and_again_delays_one_release(
         waits.clear()
         entry["side"] = side
         os.pwrite(fd, entry.tobytes(), 7 * layout.READER.itemsize)
-        target.apply(release_of(version, float(version)))
+        target.apply(release_of(version))
         return bool(waits)
 
     def wait(seconds: float) -> None:
@@ -685,20 +572,4 @@ def test_a_reader_that_pins_again_and_again_delays_one_release(
     entry["pid"] += 1
     assert applied(8, 2), "another reader may have the entry of one that was killed"
     os.close(fd)
-    target.close()
-
-
-def test_tables_grow_while_a_version_is_pinned(folder: Path) -> None:
-    target = SharedTarget("m", CONSUMER, directory=folder, longest_pin_seconds=60.0)
-    target.apply(release_of(1, 1.0, resync=True))
-    reader, larger = SharedReader("m", directory=folder), TableSpec(USER.name, 3 * ROWS, USER.dim)
-    with reader.reading() as now:
-        applying = threading.Thread(target=target.apply, args=(release_of(2, 2.0, table=larger),))
-        applying.start()
-        wait_for(lambda: reader.version().version == 2)
-        assert now.tables[USER.name].shape == (ROWS, USER.dim)
-        assert (now.tables[USER.name] == 1.0).all()
-    applying.join()
-    with reader.reading() as now:
-        assert now.tables[USER.name].shape == (3 * ROWS, USER.dim)
     target.close()

@@ -1,7 +1,5 @@
 """Quantised modules serve from shared memory without a copy, as if they were quantised anew."""
 
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from tests.support.quantised_model import (
     whole,
     with_other_rows,
 )
+from tests.support.shared_memory import attached, mirror
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
@@ -29,12 +28,6 @@ from deltasync.client import Position, SharedReader, SharedTarget
 from deltasync.client.shared.torch_module import SharedModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
 
 
 class Whole(nn.Module):
@@ -59,7 +52,7 @@ def test_a_quantised_collection_answers_from_the_memory(
     seen = list[nn.Module]()
     module.register_forward_hook(lambda called, *_: seen.append(called))
     shared = SharedModule(module, leave_out=["*.shop.*"])
-    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    target, reader = mirror(folder), attached(folder)
     for version in (1, 2, 3):  # The sides take turns.
         trained = with_other_rows(trained)
         target.apply(replace(whole(trained, TYPES[bits][0]), version=version, model="clicks"))
@@ -82,7 +75,7 @@ def test_a_collection_sharded_by_row_answers_from_the_memory(folder: Path) -> No
     with on_cpu():
         module = Whole(sharded(quantised(with_other_rows(trained)), "row_wise"))
         shared = SharedModule(module, leave_out=["*.shop.*"])
-        target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+        target, reader = mirror(folder), attached(folder)
         target.apply(replace(whole(trained), version=1, model="clicks"))
         with reader.reading() as now, torch.inference_mode():
             found = by_table(shared(now, each_row()))
@@ -96,7 +89,7 @@ def test_what_cannot_serve_from_the_memory_is_refused(folder: Path) -> None:
     reversed_rows = quantised(Model())
     for tbe in tbes_of(reversed_rows):
         tbe.reverse_qparam = True
-    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    target, reader = mirror(folder), attached(folder)
     target.apply(replace(whole(Model()), version=1, model="clicks"))
     with reader.reading() as now:
         with pytest.raises(Contradiction, match="has scale and bias at the end of its rows"):
@@ -123,11 +116,11 @@ def test_modules_of_two_mirrors_may_share_their_tables(folder: Path) -> None:
         target.close()
 
 
-def test_a_table_that_leaves_the_mirror_is_not_answered_from_old_memory(folder: Path) -> None:
+def test_a_table_that_leaves_the_mirror_cannot_be_used_any_more(folder: Path) -> None:
     model, module = Model(), Whole(quantised(Model()))
     shared = SharedModule(module, leave_out=["*.shop.*"])
     first = replace(whole(model), version=1, model="clicks")
-    target, reader = SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    target, reader = mirror(folder), attached(folder)
     target.apply(first)
     with reader.reading() as now, torch.inference_mode():
         shared(now, each_row())

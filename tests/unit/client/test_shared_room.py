@@ -118,7 +118,7 @@ def restart_until_it_lives(folder: Path) -> None:
         number += 1
 
 
-def test_a_first_copy_that_is_killed_anywhere_starts_again_in_the_same_memory(tmp_path: Path) -> None:
+def test_a_first_copy_killed_at_any_fence_restarts_in_the_same_memory(tmp_path: Path) -> None:
     def is_killed(number: int) -> bool:
         died = killed(number, write_first_copy, tmp_path)
         restart_until_it_lives(tmp_path)
@@ -129,7 +129,7 @@ def test_a_first_copy_that_is_killed_anywhere_starts_again_in_the_same_memory(tm
     assert kills(tmp_path, is_killed) > 10
 
 
-def test_a_mirror_that_is_killed_anywhere_goes_on_in_the_same_memory_while_readers_are_idle(
+def test_a_mirror_killed_at_any_fence_continues_in_the_same_memory(
     tmp_path: Path,
 ) -> None:
     def is_killed(number: int) -> bool:
@@ -150,7 +150,7 @@ def test_a_mirror_that_is_killed_anywhere_goes_on_in_the_same_memory_while_reade
     assert kills(tmp_path, is_killed) > 10
 
 
-def test_a_mirror_that_is_killed_anywhere_while_tables_grow_leaves_no_file_behind(tmp_path: Path) -> None:
+def test_a_mirror_killed_while_tables_grow_leaves_no_file(tmp_path: Path) -> None:
     def is_killed(number: int) -> bool:
         finish(write_first_copy, tmp_path)
         died = killed(number, grow, tmp_path)
@@ -180,7 +180,7 @@ def kills(folder: Path, is_killed: Callable[[int], bool], size: str = TWO_SIDES)
     return int((folder.parent / "number").read_text())
 
 
-def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_first_copy_without_room_fails_at_once_and_leaves_no_file(tmp_path: Path) -> None:
     def work() -> None:
         memory = opened(tmp_path)
         larger = TableSpec(WIDE.name, 2 * WIDE.rows, WIDE.dim)
@@ -198,7 +198,7 @@ def test_too_little_room_is_told_at_the_start_of_a_first_copy_and_nothing_is_lef
     in_tmpfs(tmp_path, f"size={TWO_SIDES}", work)
 
 
-def test_too_little_memory_in_the_control_group_is_an_error_before_the_system_kills_the_mirror(
+def test_a_mirror_refuses_tables_beyond_the_memory_of_its_control_group(
     tmp_path: Path,
 ) -> None:
     groups = tmp_path / "groups"

@@ -1,16 +1,15 @@
 """Torch modules serve from shared memory without a copy."""
 
 import copy
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from tests.support.shared_memory import header
+from tests.support.shared_memory import attached, header, mirror
 from tests.support.shared_memory import release_of as values_of
 from tests.support.waiting import wait_for
 from torch import nn
@@ -39,14 +38,8 @@ class Model(torch.nn.Module):
         return values
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        yield Path(name)
-
-
 def filled(folder: Path, model: Model) -> SharedTarget:
-    target = SharedTarget("m", "predictors", directory=folder)
+    target = mirror(folder)
     target.apply(release_of(model, 1))
     return target
 
@@ -70,7 +63,7 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
     trained, serving = Model(), Model()
     with torch.no_grad():
         serving.over.weight.copy_(trained.over.weight)
-    target, reader = filled(folder, trained), SharedReader("m", directory=folder)
+    target, reader = filled(folder, trained), attached(folder)
     seen = list[int]()
     serving.register_forward_hook(lambda module, *_: seen.append(module.over.bias.data_ptr()))
     shared = SharedModule(serving, leave_out=["over.weight"])
@@ -87,7 +80,7 @@ def test_a_collection_answers_from_the_shared_memory(folder: Path) -> None:
 
 
 def test_a_module_of_another_type_needs_a_copy(folder: Path) -> None:
-    target, reader = filled(folder, Model()), SharedReader("m", directory=folder)
+    target, reader = filled(folder, Model()), attached(folder)
     with (
         reader.reading() as now,
         pytest.raises(Contradiction, match=r"has type torch.float32, and the module needs a copy of it"),
@@ -119,13 +112,13 @@ def pair_of(version: int, *tables: TableSpec) -> Release:
 
 
 def mirrored(folder: Path) -> tuple[SharedTarget, SharedReader]:
-    return SharedTarget("m", "predictors", directory=folder), SharedReader("m", directory=folder)
+    return mirror(folder), attached(folder)
 
 
 IDS = torch.tensor([0, 2])
 
 
-def test_threads_that_call_a_module_at_the_same_time_each_get_their_own_version(folder: Path) -> None:
+def test_concurrent_calls_of_a_module_each_use_their_own_version(folder: Path) -> None:
     target, reader = mirrored(folder)
     target.apply(pair_of(1))
     names = ("first", "same side", "other side")
@@ -177,7 +170,7 @@ def test_a_call_goes_on_while_other_threads_bind_other_memory(folder: Path) -> N
     shared = SharedModule(Pair())
 
     def call() -> None:
-        with SharedReader("m", directory=folder).reading() as now, torch.inference_mode():
+        with attached(folder).reading() as now, torch.inference_mode():
             shared(now, IDS)
 
     def call_in_a_thread() -> None:
@@ -210,7 +203,7 @@ def test_what_the_mirror_lacks_is_an_error_unless_it_is_left_out(folder: Path) -
     target.close()
 
 
-def test_a_module_on_the_meta_device_takes_no_values_from_uninitialised_memory(folder: Path) -> None:
+def test_a_module_on_the_meta_device_needs_values_from_the_mirror(folder: Path) -> None:
     target, reader = mirrored(folder)
     target.apply(pair_of(1))
     with torch.device("meta"):

@@ -96,7 +96,7 @@ def test_rows_are_read_back_as_they_are(target: NumpyTarget | TorchTarget) -> No
     assert target.read(TableSpec("other", 5, 2), np.array([0])) is None
 
 
-def test_a_module_that_outlived_its_process_is_read_before_any_release() -> None:
+def test_a_module_with_earlier_rows_can_be_read_before_any_release() -> None:
     module = Bags()
     TorchTarget(module).apply(release_of(1, (USER, [1], 2.0), resync=True))
     rows = TorchTarget(module).read(USER, np.array([0, 1]))
@@ -104,7 +104,7 @@ def test_a_module_that_outlived_its_process_is_read_before_any_release() -> None
     assert rows.tolist() == [[0, 0], [2, 2]]
 
 
-def test_what_is_read_of_no_target_is_no_checksum() -> None:
+def test_which_targets_are_readable() -> None:
     assert isinstance(NumpyTarget(), ReadableTarget)
     assert isinstance(KeyedTarget(), ReadableTarget)
     assert isinstance(TorchTarget(Bags()), ReadableTarget)
@@ -113,7 +113,7 @@ def test_what_is_read_of_no_target_is_no_checksum() -> None:
 
 @pytest.mark.parametrize("target", [NumpyTarget(), KeyedTarget()], ids=["numpy", "keyed"])
 @pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
-def test_rows_for_a_quantised_module_are_refused_where_they_would_be_bytes(
+def test_array_targets_refuse_rows_for_a_quantised_module(
     target: NumpyTarget | KeyedTarget, value_type: ValueType
 ) -> None:
     form = TableForm(TableSpec("user", 3, 8), value_type, Mode.EMBEDDINGS)

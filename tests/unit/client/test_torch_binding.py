@@ -15,7 +15,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.targets import torch_target
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
@@ -68,7 +67,7 @@ def whole_state(model: Model) -> list[TableSpec]:
     return [USER, ITEM, *dense, *(table_of(name, each, TableKind.BUFFER) for name, each in buffers.items())]
 
 
-def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> None:
+def test_a_table_without_a_place_is_refused_with_a_remedy() -> None:
     model = Model()
     before, target = model.state(), TorchTarget(model)
     more = [dataclasses.replace(USER, name=f"sparse.embedding_bags.{name}") for name in ("shop", "town")]
@@ -82,7 +81,7 @@ def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> N
     assert (model.state(), target.bound()) == (before, frozenset())
 
 
-def test_of_many_tables_without_a_place_the_first_are_named() -> None:
+def test_an_error_about_many_tables_names_the_first_ones() -> None:
     more = [dataclasses.replace(USER, name=f"sparse.embedding_bags.shop{number:03}") for number in range(400)]
     other = [TableSpec(f"norm.weight{number:03}", 1, 2, kind=TableKind.PARAMETER) for number in range(400)]
     model = Model(**{f"norm_weight{number:03}": torch.zeros(3) for number in range(400)})
@@ -119,7 +118,7 @@ class Wrapper(nn.Module):
     ],
 )
 @pytest.mark.parametrize("outside", ["", "ranker."], ids=["as in the trainer", "wrapped in the trainer, too"])
-def test_a_module_around_the_model_is_told_to_pass_the_model(
+def test_an_error_about_a_wrapper_names_the_part_to_pass(
     module: Callable[[], nn.Module], part: str, outside: str
 ) -> None:
     tables = [dataclasses.replace(table, name=outside + table.name) for table in whole_state(Model())]
@@ -146,7 +145,7 @@ def test_a_part_fits_without_what_is_left_out() -> None:
         TorchTarget(Wrapper(Model()), leave_out=["*.shop"]).apply(release)
 
 
-def test_what_is_left_out_by_name_stays_as_it_is() -> None:
+def test_tables_left_out_by_name_stay_unchanged() -> None:
     model = Model()
     before = model.state()
     target = TorchTarget(model, leave_out=["*.user", "*.shop"])
@@ -158,14 +157,14 @@ def test_what_is_left_out_by_name_stays_as_it_is() -> None:
     assert target.read(USER, np.arange(5)) is None
 
 
-def test_a_pattern_that_no_table_fits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_without_a_table_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     TorchTarget(Model(), leave_out=["*.usre", "*.user"]).apply(release_of(1, rows_of(USER, 2), resync=True))
     assert [record.message for record in caplog.records if "leave_out" in record.message] == [
         "leave_out: no table matches *.usre"
     ]
 
 
-def test_one_string_is_no_list_of_patterns() -> None:
+def test_leave_out_refuses_a_string() -> None:
     with pytest.raises(InvalidInput, match="expected a list of patterns"):
         TorchTarget(Model(), leave_out="*.user")
 
@@ -250,7 +249,7 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("leave_out", [(), ("*.user", "norm.*")])
-def test_nothing_is_warned_of_where_all_state_arrives_or_is_left_out(
+def test_no_warning_if_all_state_is_updated_or_left_out(
     leave_out: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model().eval()
@@ -259,7 +258,7 @@ def test_nothing_is_warned_of_where_all_state_arrives_or_is_left_out(
     assert caplog.records == []
 
 
-def test_training_mode_is_warned_of_where_a_forward_would_change_state(
+def test_training_mode_causes_a_warning_if_forwards_change_state(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Again with every repair: what something else has changed is often this."""
@@ -280,7 +279,7 @@ def test_training_mode_is_warned_of_where_a_forward_would_change_state(
     assert caplog.records == []
 
 
-def test_state_that_no_table_brings_is_warned_of_by_name_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_without_a_table_causes_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     tables = [table for table in whole_state(model) if table.kind is not TableKind.BUFFER]
@@ -292,7 +291,7 @@ def test_state_that_no_table_brings_is_warned_of_by_name_once(caplog: pytest.Log
     ]
 
 
-def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_table_without_a_place_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     target = TorchTarget(Model())
     target.apply(release_of(1, rows_of(USER, 1), rows_of(ITEM, 1), resync=True))
     caplog.clear()
@@ -316,7 +315,9 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     [("norm.bias", "tower.norm.bias"), ("tower.norm.bias", "other.norm.bias")],
     ids=["exact", "the first"],
 )
-def test_a_later_table_takes_nobodys_place(first: str, later: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_table_does_not_take_an_occupied_place(
+    first: str, later: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Both end alike: a model grew by a part that has a layer of the same name."""
     model, bias = Model(), TableSpec(first, 1, 3, kind=TableKind.PARAMETER)
     target, other = TorchTarget(model), dataclasses.replace(bias, name=later)
@@ -327,7 +328,7 @@ def test_a_later_table_takes_nobodys_place(first: str, later: str, caplog: pytes
     assert f"not updated: tables {first}, {later} all fit norm.bias" in caplog.text
 
 
-def test_tables_that_end_alike_are_refused_where_none_has_the_very_name() -> None:
+def test_tables_that_fit_one_place_equally_are_refused() -> None:
     both = [TableSpec(f"{name}.norm.bias", 1, 3, kind=TableKind.PARAMETER) for name in ("tower", "other")]
     with pytest.raises(Contradiction, match=r"all fit norm\.bias"):
         TorchTarget(Model()).apply(release_of(1, *(rows_of(each, 1) for each in both), resync=True))
@@ -341,18 +342,7 @@ def test_a_module_that_was_made_in_inference_mode_is_written() -> None:
     assert {value for each in model.state_dict().values() for value in each.flatten().tolist()} == {1}
 
 
-def test_on_an_accelerator_a_release_waits_for_readers_and_readers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work goes on there after the calls that began it, on streams that do not wait for each other."""
-    model, seen = Model(), list[float]()
-    weight, target = model.sparse.embedding_bags["user"].weight, TorchTarget(model)
-    target.apply(release_of(1, rows_of(USER, 1)))
-    monkeypatch.setattr(torch_target, "accelerators", lambda _: {torch.device("cuda", 3)})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.extend([device.index, weight[0, 0].item()]))
-    target.apply(release_of(2, rows_of(USER, 2)))
-    assert seen == [3, 1, 3, 2]
-
-
-def test_autograd_knows_of_what_is_written() -> None:
+def test_autograd_notices_a_release() -> None:
     model = Model()
     weight = model.sparse.embedding_bags["user"].weight
     squared = (weight * weight).sum()
@@ -369,7 +359,7 @@ def test_a_later_table_that_has_a_place_is_followed() -> None:
     assert set(target.tables()[ITEM.name].flatten().tolist()) == {2}
 
 
-def test_a_module_that_is_changed_while_it_is_followed_is_written_where_it_then_is() -> None:
+def test_a_release_is_written_to_the_current_memory_of_a_module() -> None:
     model = Model()
     target = TorchTarget(model)
     target.apply(release_of(1, rows_of(USER, 1), resync=True))
@@ -393,7 +383,7 @@ def test_a_module_that_no_longer_fits_is_an_error(later: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part of it"])
-def test_what_torch_compile_wraps_follows_under_own_names(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_wrapped_by_torch_compile_follow(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).eval()
     tables = [table_of(name, each, TableKind.PARAMETER) for name, each in model.state_dict().items()]
     features = torch.ones(4, 3)

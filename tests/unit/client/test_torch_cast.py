@@ -79,7 +79,7 @@ def checksums(rows: dict[str, tuple[TableSpec, Values]]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("value_type", HALVES)
-def test_a_half_precision_model_holds_what_converting_the_trainers_gives(value_type: ValueType) -> None:
+def test_a_half_precision_model_equals_the_converted_model(value_type: ValueType) -> None:
     trainer, model = Model(), Model().to(HALVES[value_type])
     target = TorchTarget(model)
     held = TargetChecksums(target)
@@ -103,7 +103,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value_type", HALVES)
-def test_what_something_else_writes_into_a_half_precision_model_shows(value_type: ValueType) -> None:
+def test_a_change_in_a_half_precision_model_changes_the_checksum(value_type: ValueType) -> None:
     model = Model().to(HALVES[value_type])
     target, rows = TorchTarget(model), rows_of(Model(), value_type)
     right = proven(target, release_of(1, rows), TargetChecksums(target))

@@ -28,12 +28,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.base.errors import Contradiction, NotFound
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.targets import torch_collision
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
-from deltasync.core.rows import Ids
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # It scripts something.
@@ -147,7 +145,7 @@ def as_sequences(release: Release) -> Release:
 
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
-def test_ids_that_change_hands_take_their_new_rows(hashes: bool, sequences: bool) -> None:
+def test_raw_ids_that_move_get_their_new_rows(hashes: bool, sequences: bool) -> None:
     model = model_of(hashing() if hashes else sorting(), sequences=sequences)
     form = as_sequences if sequences else lambda release: release
     first = {row: hashed_to(row) if hashes else 1000 - row for row in (3, 5, 11)}
@@ -215,7 +213,7 @@ def rank_of(raw: int, ranks: int, size: int) -> int:
     st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([100, 97, 2**40, LARGEST]),
 )
-def test_an_unknown_id_takes_the_row_of_the_rank_it_is_sent_to(raw_ids: list[int], ranks: int, size: int) -> None:
+def test_an_unknown_id_gets_the_row_of_its_rank(raw_ids: list[int], ranks: int, size: int) -> None:
     model, ranges = model_of(sorting(input_hash_size=size)), ranges_of(ranks, size)
     target = TorchTarget(model)
     target.apply(release_of(1, resync=True, ids={3: 1_000_001}, ranges=ranges))
@@ -234,13 +232,13 @@ def test_a_copy_of_a_model_has_a_map_of_its_own() -> None:
     assert (rows_for(twin, 9, 1, 98), rows_for(model, 9, 1, 98)) == ([3, 5, 11], [11, 11, 11])
 
 
-def test_of_a_trainer_of_one_rank_nothing_of_the_module_is_replaced() -> None:
+def test_a_trainer_of_one_rank_replaces_nothing_in_the_module() -> None:
     model = model_of(sorting())
     TorchTarget(model).apply(release_of(1, resync=True, ids={3: 9}, ranges=ranges_of(1, LARGEST)))
     assert "remap" not in vars(collision_of(model))
 
 
-def test_another_number_of_ranks_is_followed_and_read_back() -> None:
+def test_a_change_of_the_number_of_ranks_is_followed() -> None:
     model = model_of(sorting())
     target = TorchTarget(model)
     for number, ranks in enumerate((2, 3, 1, 4), 1):
@@ -258,7 +256,7 @@ def test_another_number_of_ranks_is_followed_and_read_back() -> None:
 
 @pytest.mark.parametrize("inference", [False, True], ids=["", "made in inference mode"])
 @pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
-def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool, inference: bool) -> None:
+def test_a_map_of_an_earlier_process_is_read_and_continued(hashes: bool, inference: bool) -> None:
     with torch.inference_mode(inference):
         model = model_of(hashing() if hashes else sorting())
     ids = {row: hashed_to(row) for row in (1, 4)}
@@ -271,14 +269,14 @@ def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool, 
     assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
 
 
-def test_a_map_is_found_behind_what_wraps_the_model() -> None:
+def test_a_map_is_found_inside_wrappers() -> None:
     model = model_of(sorting())
     release = release_of(1, resync=True, ids={1: 40, 4: -1}, rows={1: 1.0, 4: 4.0})
     TorchTarget(nn.DataParallel(model)).apply(release)
     assert rows_for(model, 40, -1) == [1, 4]
 
 
-def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
+def test_a_map_damaged_between_two_targets_is_repaired() -> None:
     model = model_of(sorting())
     TorchTarget(model).apply(release_of(1, resync=True, ids={1: 40, 4: 44}))
     collision_of(model)._mch_sorted_raw_ids[1] = 40  # Two rows have one id now.
@@ -294,7 +292,7 @@ def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
     assert rows_for(model, 40, 44, 47) == [1, 4, 7]
 
 
-def test_a_checkpoint_loaded_into_a_followed_module_is_found_and_repaired() -> None:
+def test_a_checkpoint_loaded_into_a_followed_module_is_repaired() -> None:
     model = model_of(sorting())
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     target, ids = TorchTarget(model), {1: 40, 4: 44}
@@ -324,7 +322,7 @@ def damage_identities(module: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_sorted, damage_rows, damage_identities])
-def test_a_map_that_something_else_has_changed_shows(damage: Any) -> None:
+def test_a_damaged_map_changes_the_checksum(damage: Any) -> None:
     model = model_of(hashing() if damage is damage_identities else sorting())
     target = TorchTarget(model)
     held, ids = TargetChecksums(target), {row: hashed_to(row) for row in (1, 4)}
@@ -383,7 +381,7 @@ WITHOUT_ITS_TABLE = [dataclasses.replace(USER, dim=9), MAP]
     ],
     ids=["two rows", "buckets", "probes", "hashed", "gap", "overlap", "other shard", "half", "training", "size"],
 )
-def test_a_map_that_the_module_cannot_follow_is_an_error_and_nothing_is_written(
+def test_a_map_that_the_module_cannot_follow_is_refused_before_any_write(
     make: Callable[[], nn.Module], fields: Callable[[], dict[str, Any]], said: str
 ) -> None:
     model, bad = make(), release_of(1, **fields())
@@ -415,7 +413,7 @@ def test_one_shard_of_a_map_is_an_error() -> None:
         TorchTarget(model_of(shard, rows=6)).apply(release_of(1, resync=True, tables=halves))
 
 
-def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
+def test_modules_with_similar_names_have_their_own_maps() -> None:
     """A collection, and one of the same name inside of a tower."""
     model: Any = nn.ModuleDict(
         {"sparse": model_of(sorting()).get_submodule("sparse"), "tower": model_of(sorting())}
@@ -430,23 +428,7 @@ def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
     assert (rows_for(model, 9), rows_for(model["tower"], 9)) == ([3], [ROWS - 1])
 
 
-def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time costs as much as the map has rows."""
-    changes, changed = list[int](), torch_collision._SortedMap.changed
-
-    def counted(self: Any, ids: Ids, values: Any) -> Any:
-        changes.append(len(ids))
-        return changed(self, ids, values)
-
-    monkeypatch.setattr(torch_collision._SortedMap, "changed", counted)
-    model = model_of(sorting())
-    release = release_of(1, resync=True, ids={row: 1000 - row for row in range(ROWS - 1)})
-    TorchTarget(model).apply(dataclasses.replace(release, rows=[*release.rows[0].blocks(2)]))
-    assert changes == [ROWS - 1]
-    assert rows_for(model, *(1000 - row for row in range(ROWS - 1))) == list(range(ROWS - 1))
-
-
-def test_a_map_without_its_module_is_an_error_that_names_those_there_are() -> None:
+def test_a_map_without_its_module_is_refused_with_the_known_modules() -> None:
     other = dataclasses.replace(MAP, name=MAP.name.replace("user", "item"))
     with pytest.raises(NotFound, match=f"no managed collision module of that name, or several; modules: {MODULE}"):
         TorchTarget(model_of(sorting())).apply(release_of(1, resync=True, tables=[USER, MAP, other]))
@@ -455,7 +437,7 @@ def test_a_map_without_its_module_is_an_error_that_names_those_there_are() -> No
         TorchTarget(plain).apply(release_of(1, resync=True, tables=[MAP]))
 
 
-def test_a_module_whose_map_no_table_brings_is_an_error_unless_it_is_left_out() -> None:
+def test_a_module_without_a_table_for_its_map_is_refused() -> None:
     """A trainer from before maps were published."""
     release = release_of(1, resync=True, rows={3: 1.0}, tables=[USER])
     with pytest.raises(NotFound, match=f"no table has the map {MAP.name}: update the trainer"):
@@ -465,7 +447,7 @@ def test_a_module_whose_map_no_table_brings_is_an_error_unless_it_is_left_out() 
     assert target.bound() == {USER.name}
 
 
-def test_a_table_that_is_left_out_takes_its_map_and_ranges_with_it() -> None:
+def test_leaving_out_a_table_leaves_out_its_map_and_ranges() -> None:
     model = model_of(sorting())
     target = TorchTarget(model, leave_out=[USER.name])
     before = state_of(model)
@@ -499,7 +481,7 @@ def test_a_scripted_module_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("reads", ["pause", "copies"])
-def test_nobody_sees_a_new_id_with_an_old_row_nor_the_other_way_round(reads: Reads) -> None:
+def test_readers_never_see_a_raw_id_with_the_row_of_another_version(reads: Reads) -> None:
     """One id wanders from row to row; the row that it is in has the number of the version."""
     target = TorchTarget(model_of(sorting()), reads=reads)
     target.apply(release_of(1, resync=True, ids={0: 77}, rows={0: 1.0}))

@@ -85,7 +85,7 @@ def changes(draw: st.DrawFn, dim: int) -> list[tuple[dict[str, dict[int, list[fl
     st.booleans(),
     st.data(),
 )
-def test_any_releases_give_the_bytes_and_outputs_of_quantising_anew(
+def test_releases_give_the_bytes_and_outputs_of_quantising_anew(
     bits: int, dim: int, alignment: int, sequences: bool, data: st.DataObject
 ) -> None:
     model = Model(dim, sequences=sequences)
@@ -142,7 +142,7 @@ def test_what_happens_to_a_module_between_releases_does_no_harm() -> None:
     assert_like_fresh(module, model)
 
 
-def test_a_collection_that_is_replaced_is_not_taken_for_the_one_before() -> None:
+def test_a_replaced_collection_is_refused() -> None:
     """Its memory would be written, and proven, while another one's is looked up."""
     model = Model()
     module: Any = quantised(model)
@@ -341,7 +341,7 @@ def test_rows_outside_of_a_table_are_not_written() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*TorchScript")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one_before(bits: int) -> None:
+def test_traced_and_scripted_modules_see_writes_to_their_original(bits: int) -> None:
     model = Model()
     module = quantised(with_other_rows(model), bits)
     compiled = torch.jit.script(symbolic_trace(module.get_submodule("sparse")))
@@ -354,7 +354,7 @@ def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("sharding", ["", "table_wise", "row_wise"])
-def test_a_module_follows_also_where_it_is_sharded_for_inference_and_two_copies_take_turns(
+def test_a_module_sharded_for_inference_follows_with_two_copies(
     sharding: str, sequences: bool, bits: int, reads: Reads
 ) -> None:
     model, value_type = Model(sequences=sequences), TYPES[bits][0]

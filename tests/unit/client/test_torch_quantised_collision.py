@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.quantised_model import TYPES, collision_sharders, on_cpu, quantised, sharded, tbe_bytes
+from tests.support.quantised_model import TYPES, Shards, collision_sharders, on_cpu, quantised, sharded, tbe_bytes
 from tests.unit.client.test_torch_collision import (
     DIM,
     FREE,
@@ -61,9 +61,9 @@ def among_cpus() -> Iterator[None]:
         yield
 
 
-def shards_of(model: nn.Module, ranks: int, bits: int = 8) -> nn.Module:
+def shards_of(model: nn.Module, ranks: int, bits: int = 8, shards: Shards | None = None) -> nn.Module:
     """A copy of a model, quantised and sharded by row."""
-    return sharded(quantised(model, bits), "row_wise", collision_sharders(), ranks).eval()
+    return sharded(quantised(model, bits), "row_wise", collision_sharders(), ranks, shards).eval()
 
 
 each_form = pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def looked_up(model: Any, raw_ids: Sequence[int], lengths: Sequence[int] = ()) -
     st.booleans(),
     st.data(),
 )
-def test_any_releases_give_what_the_model_that_is_not_sharded_gives(
+def test_a_sharded_model_equals_one_that_is_not_sharded(
     hashes: bool, sequences: bool, bits: int, ranks: int, trainers: int, early: bool, data: st.DataObject
 ) -> None:
     size = data.draw(st.sampled_from([30, 4000, LARGEST]))
@@ -169,24 +169,9 @@ def test_any_releases_give_what_the_model_that_is_not_sharded_gives(
         assert looked_up(module, raw_ids, lengths) == looked_up(fresh, raw_ids, lengths)
 
 
-def test_by_itself_torchrec_sends_raw_ids_to_the_shards_as_if_they_were_rows() -> None:
-    """If that is ever mended, shards may look up their own raw ids again."""
-    module: Any = shards_of(model_of(sorting(input_hash_size=100)), 2)
-    raw_ids = [0, 5, 6, 11, 12, 13, 48, 49, 50, 51]
-    features = KeyedJaggedTensor(
-        keys=["user"], values=torch.tensor(raw_ids), lengths=torch.ones(10, dtype=torch.int32)
-    )
-    sparse = module["sparse"]
-    (sent,) = sparse.input_dist(sparse.create_context(), features)
-    assert [each.values().tolist() for each in sent] == [[0, 5, 12, 48, 50], [6, 11, 13, 49, 51]]
-
-
-def test_shards_of_different_sizes_are_sent_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tests.support.quantised_model.by_rows", lambda _, dim, *__: [(0, 0, 5, dim), (5, 0, 7, dim)]
-    )
+def test_shards_of_different_sizes_are_sent_their_rows() -> None:
     model = model_of(sorting())
-    module = shards_of(model, 2)
+    module = shards_of(model, 2, shards=[(0, 0, 5, DIM), (5, 0, 7, DIM)])
     release = release_of(1, resync=True, ids={4: 9, 5: 10**6, 11: 7}, rows={row: row + 1 for row in range(ROWS)})
     TorchTarget(model).apply(release)
     TorchTarget(module).apply(encoded(release))
@@ -351,7 +336,7 @@ def test_without_the_map_it_is_refused(form: Any) -> None:
 
 
 @each_form
-def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say(form: Any) -> None:
+def test_rows_of_another_type_are_refused_with_the_right_value_type(form: Any) -> None:
     target = TorchTarget(form(model_of(sorting())))
     target.apply(encoded(release_of(1, resync=True, ids={1: 40}, rows={1: 1.0})))
     with pytest.raises(Contradiction, match="set value_type int8-tbe"):

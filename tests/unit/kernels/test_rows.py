@@ -135,7 +135,7 @@ def test_the_sum_of_squares_moves_by_what_is_written(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(st.data(), st.integers(1, 9), st.integers(1, 40))
-def test_rows_are_written_and_those_counted_that_do_not_match_their_digests(
+def test_written_rows_that_differ_from_their_digests_are_counted(
     dtype: str, data: st.DataObject, rows: int, width: int
 ) -> None:
     """They keep the given digest, so that a later read of them finds the damage."""
@@ -157,7 +157,7 @@ def test_rows_are_written_and_those_counted_that_do_not_match_their_digests(
 
 
 @given(st.data(), st.integers(1, 9))
-def test_digests_are_exchanged_and_the_checksum_moves_by_what_that_changes(data: st.DataObject, rows: int) -> None:
+def test_exchanging_digests_changes_the_checksum_by_their_difference(data: st.DataObject, rows: int) -> None:
     held = np.array(data.draw(st.lists(DIGESTS, min_size=rows, max_size=rows)), np.uint64)
     ids = data.draw(numbers(rows))
     digests = np.array(data.draw(st.lists(DIGESTS, min_size=len(ids), max_size=len(ids))), np.uint64)

@@ -14,29 +14,21 @@ from numpy.typing import NDArray
 from deltasync.base.errors import InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.base.words import listed
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import MappedFile, inode_of_control, is_in_place, side_of, with_remedy
-from deltasync.client.targets.keyed_table import KeyedRows, KeySlots
-from deltasync.client.targets.keyed_target import RowNumbers
+from deltasync.client.shared.layout import MappedFile
+from deltasync.client.targets.keyed_table import KeyedRows, KeySlots, RowNumbers
 from deltasync.client.targets.target import TornTarget
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.kernels.fences import fence
+from deltasync.kernels.instructions import fence
 
 REMOVED = "the folder of its mirror was moved or removed: attach again when there is a new one"
 _NO_VERSION = partial(ServiceUnavailable, "the mirror has no version yet")
 
 
 class Folder:
-    """The folder of a mirror. Another one that replaces it is not read, because its files have the same names.
-
-    Attributes:
-        path: its path.
-        fd: its descriptor.
-        control: the file `control`.
-    """
+    """The open folder of a mirror of `owner` or root. A mirror that replaces it has files of the same names."""
 
     def __init__(self, path: Path, owner: int) -> None:
-        """Open the folder of a mirror that `owner` or root runs."""
         self.path = path.absolute()
         if stat.S_ISLNK(os.stat(path, follow_symlinks=False).st_mode):
             raise InvalidInput(f"{path} is a link: name the folder to which it leads")
@@ -47,16 +39,16 @@ class Folder:
                 f"{path} belongs to user {found}, not to user {owner} or root: if you trust that user, pass "
                 f"owner={found}"
             )
-        self._inode = inode_of_control(self.fd)
+        self._inode = layout.inode_of_control(self.fd)
         self.control = MappedFile(layout.CONTROL, dir_fd=self.fd)
 
     @property
     def is_removed(self) -> bool:
         """Whether the folder or its file `control` was moved, removed or replaced."""
-        return not is_in_place(self.path, self.fd, self._inode)
+        return not layout.is_in_place(self.path, self.fd, self._inode)
 
     def check(self) -> None:
-        """Raise ServiceUnavailable if it was removed. A file that was opened before is not of another mirror."""
+        """Raise ServiceUnavailable if it was removed. A file opened before this check is of the right mirror."""
         if self.is_removed:
             raise ServiceUnavailable(REMOVED)
 
@@ -64,7 +56,7 @@ class Folder:
         """The error for one of its files that cannot be used."""
         path = self.path / name
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            return StorageFailed(f"{path} cannot be used: {with_remedy(error)}")
+            return StorageFailed(f"{path} cannot be used: {layout.with_remedy(error)}")
         return StorageFailed(
             f"{path} cannot be used ({error}): if it is damaged, stop the mirror, remove its folder, start the "
             "mirror, and attach again"
@@ -76,15 +68,11 @@ class MappedSide:
 
     def __init__(self, folder: Folder, number: int) -> None:
         self.number, self._folder = number, folder
-        self._shown, self._descriptions = side_of(folder.control, number)
+        self._shown, self._descriptions = layout.side_of(folder.control, number)
         self._known = -1, Tables(folder)  # The tables at a sequence number.
 
     def begin(self) -> int | None:
-        """The sequence number before reading; None while the side is written.
-
-        Raises:
-            ServiceUnavailable: a first copy is arriving.
-        """
+        """The sequence number before reading; None while the mirror writes the side."""
         sequence = int(self._shown["sequence"][0])
         fence()
         if sequence % 2 and not self.version:
@@ -92,16 +80,16 @@ class MappedSide:
         return None if sequence % 2 else sequence
 
     def is_changed_since(self, sequence: int) -> bool:
-        """Whether the side was written since."""
+        """Whether the mirror has written the side since."""
         fence()
         return int(self._shown["sequence"][0]) != sequence
 
     def check(self, sequence: int, cause: Exception | None = None) -> None:
-        """Raise TornTarget if the side was written since."""
+        """Raise TornTarget if the mirror has written the side since."""
         if self.is_changed_since(sequence):
             raise TornTarget(
-                "the mirror wrote over the rows, because they were read for longer than its limit: do not use "
-                "them, and read less at once, or increase the limit of the mirror"
+                "the mirror wrote over the rows, because this reader used them for longer than its limit: discard "
+                "the results, and read less at once or raise the limit (deltasync mirror --longest-pin)"
             ) from cause
 
     @property
@@ -119,8 +107,8 @@ class MappedSide:
             raise self._folder.unusable(layout.CONTROL, error) from error
 
     def tables(self, sequence: int) -> "Tables":
-        """Its tables at a sequence number. Most versions have those of the version before."""
-        # Without a lock, which a forked process could get locked. Two threads may both do the work.
+        """Its tables at a sequence number. Most versions have the tables of the version before."""
+        # No lock, because a fork could copy it while it is locked. Two threads may both do the work.
         at, known = self._known
         if at != sequence:
             if not self.version:
@@ -136,20 +124,10 @@ class MappedSide:
 
 
 class Tables:
-    """Tables with equal descriptions, mapped when they are read first.
-
-    Attributes:
-        folder: their folder.
-        described: their descriptions.
-        mapped: the files that this process has read.
-    """
+    """The tables in some descriptions, mapped at their first use. Versions with equal descriptions share them."""
 
     def __init__(self, folder: Folder, described: bytes = b"", before: "Tables | None" = None) -> None:
-        """Describe the tables, and keep the files that they have in common with those `before`.
-
-        Raises:
-            ValueError: a description is damaged.
-        """
+        """Parse the descriptions, and keep the mapped files of the tables `before` that these also have."""
         self.folder, self.described = folder, described
         tables = np.frombuffer(described, layout.TABLE)
         self._specs: dict[str, TableSpec] = {(spec := layout.spec_of(each)).name: spec for each in tables}

@@ -1,4 +1,4 @@
-"""The target that keeps tables in shared memory, for other processes of the host."""
+"""Keep tables in shared memory, for other processes of the host."""
 
 import errno
 import fcntl
@@ -24,29 +24,21 @@ from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.base.words import counted
 from deltasync.client.shared import layout
-from deltasync.client.shared.memory import (
-    MappedFile,
-    inode_of_control,
-    is_in_place,
-    is_locked,
-    side_of,
-    with_remedy,
-)
-from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places
-from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable, RowNumbers
+from deltasync.client.shared.layout import MappedFile
+from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places, RowNumbers
+from deltasync.client.targets.keyed_target import KeyedCopy, KeyedReading, NumberedTable
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.target import Release, Written
 from deltasync.core.rows import Ids, Values
 from deltasync.core.table_form import ReplicaSpec
 from deltasync.core.table_memory import RAM, NoTableMemory, memory_room
 from deltasync.core.tables import TableSpec
-from deltasync.kernels.fences import fence
+from deltasync.kernels.instructions import fence
 
-# The modes of the folder, of `readers`, and of all other files. Who may read rows may also pin a version.
+# Modes of the folder, of `readers`, and of all other files. Users who may read rows may also pin a version.
 _MODES = {"owner": (0o700, 0o600, 0o600), "group": (0o750, 0o660, 0o640), "all": (0o755, 0o666, 0o644)}
-# The mirror's heartbeat, and how often it looks whether readers have left.
-_ALIVE_SECONDS = 1.0
-_LOOK_SECONDS = 0.002
+_HEARTBEAT_SECONDS = 1.0
+_POLL_SECONDS = 0.002  # How often the mirror checks whether readers have released a side.
 
 
 class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
@@ -69,18 +61,18 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         """Open or create the memory.
 
         Args:
-            name: its name.
+            name: the mirror's name.
             consumer: the consumer whose replica fills it.
-            directory: the folder in which it is.
-            readable_by: who may read it besides this user: "owner" for nobody, "group", or "all". Processes that
-                read it already are not affected.
-            huge_pages: whether to ask the file system for huge pages.
+            directory: the folder for the mirror's folder.
+            readable_by: readers besides this user: "owner" for none, "group", or "all". Readers that are attached
+                already stay.
+            huge_pages: ask the file system for huge pages.
             longest_pin_seconds: how long to wait for readers of a whole version before writing over it.
 
         Raises:
             InvalidInput: an argument is wrong, or the folder belongs to another user, has other or damaged files,
                 another layout, or another consumer.
-            Contradiction: another process writes it.
+            Contradiction: another process writes to it.
             StorageFailed: the files cannot be created or read.
         """
         check_name("mirror", name)
@@ -102,7 +94,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         threading.Thread(target=self._memory.stay_alive, name="deltasync-shared", daemon=True).start()
 
     def _start(self, sides: "Sequence[_SharedSide]") -> None:
-        """Serve the whole version in the memory, and bring the other side, which may be torn or older, to it."""
+        """Serve the whole version in the memory, and copy it to the other side, which may be torn or older."""
         served = sides[self._memory.served]
         if not served.reading.version:  # The mirror was killed before it served the first whole side.
             served = next((side for side in sides if side.reading.version), served)
@@ -117,11 +109,11 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether to write a first copy as it arrives, because readers have no version yet."""
+        """Whether to write a first copy as it arrives: only while readers have no version."""
         return not self.newest().version
 
     def note_readiness(self, decision: Decision) -> None:
-        """Tell readers whether the replica is ready; for `SubscriberOptions.on_readiness`."""
+        """Show readers whether the replica is ready; for `SubscriberOptions.on_readiness`."""
         self._memory.note_readiness(decision)
 
     def apply(self, release: Release) -> Written | None:
@@ -129,13 +121,15 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
 
         Raises:
             Contradiction: the memory has another model, or the target is closed.
-            StorageFailed: there is no room for its tables, or its folder is gone; nothing was written.
+            StorageFailed: there is no room for the tables, or the folder is gone; nothing was written.
         """
         self._memory.check_open()
         self._memory.check_in_place()
         self._memory.check_model(release.model)
         if len(release.tables) > layout.MOST_TABLES:
-            raise Contradiction(f"{len(release.tables)} tables, but a mirror has at most {layout.MOST_TABLES}")
+            raise Contradiction(
+                f"{len(release.tables)} tables, and a mirror has at most {layout.MOST_TABLES}: follow fewer tables"
+            )
         names = [name for each in release.tables for name in (each.name, each.of)]
         if long := [name for name in names if len(name.encode()) >= layout.NAME_BYTES]:
             raise Contradiction(f"table {long[0]!r}: a mirror needs names of less than {layout.NAME_BYTES} bytes")
@@ -147,11 +141,7 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
             self._remove_unused()
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Read rows; see `LocalTarget`. Subscribers verify rows all the time, and so notice a lost folder.
-
-        Raises:
-            StorageFailed: the folder was moved or removed.
-        """
+        """Read rows; see `LocalTarget`. Subscribers verify rows all the time, so this notices a lost folder."""
         self._memory.check_in_place()
         return super().read(table, ids)
 
@@ -167,9 +157,9 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         self._memory.remove_all_but(set[int]().union(*(copy.files for copy in self._copies)))
 
     def close(self) -> None:
-        """Stop writing. The memory stays, and tells readers that its mirror has stopped.
+        """Stop writing. Readers keep the memory and see that the mirror has stopped.
 
-        A folder that never had a version is removed.
+        A folder without a version is removed.
         """
         self._memory.close(remove=not self.newest().version)
 
@@ -188,7 +178,7 @@ def _storage_failed(folder: Path, needed: int, error: OSError | NoTableMemory) -
             "raise the mirror's memory limit (docker run --memory, resources.limits.memory in Kubernetes)"
         )
     if error.errno != errno.ENOSPC:
-        return StorageFailed(f"{folder} cannot be used: {with_remedy(error)}")
+        return StorageFailed(f"{folder} cannot be used: {layout.with_remedy(error)}")
     total = shutil.disk_usage(folder.parent).total
     return StorageFailed(
         f"{folder} has no room for {tables}; its file system has {counted(total, 'byte')}: give the container "
@@ -198,12 +188,7 @@ def _storage_failed(folder: Path, needed: int, error: OSError | NoTableMemory) -
 
 
 class _Memory:
-    """The files of a mirror, for the process that writes them.
-
-    Attributes:
-        folder: their folder.
-        is_new: whether this mirror has made it.
-    """
+    """The files of a mirror in `folder`, for the process that writes them. `is_new`: it created the folder."""
 
     def __init__(self, folder: Path, readable_by: str, huge_pages: bool, longest_pin_seconds: float) -> None:
         self.folder, self.is_new = folder.absolute(), False
@@ -213,7 +198,7 @@ class _Memory:
         self._unlock: weakref.finalize[..., Any] | None = None
         self._closed = threading.Event()
         self._state = threading.Lock()
-        # Entries and process ids of readers for which the mirror has waited long enough.
+        # Entries and process ids of readers that have kept their pin longer than the limit.
         self._overridden = set[tuple[int, int]]()
         _MEMORIES.add(self)
 
@@ -240,9 +225,9 @@ class _Memory:
                 raise ValueError
         except ValueError:
             raise InvalidInput(
-                f"{self.folder} is not of a mirror, or of another layout: use another name, or remove it"
+                f"{self.folder} is not a mirror's folder, or has another layout: use another name, or remove it"
             ) from None
-        self._inode = inode_of_control(self._fd)
+        self._inode = layout.inode_of_control(self._fd)
         self.check_in_place()
         self.header = self.control.array(layout.HEADER)
         self._check(consumer)
@@ -250,7 +235,7 @@ class _Memory:
             os.chmod(layout.file_name(each), self._mode, dir_fd=self._fd)
         self._readers = os.open(layout.READERS, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         weakref.finalize(self, os.close, self._readers)
-        # Before the sign of life, which would renew the readiness of the mirror before.
+        # Before the heartbeat, which would make the previous mirror's readiness valid again.
         self.note_readiness(Decision(False, "its mirror has just started"))
         self._note_alive()
 
@@ -271,23 +256,23 @@ class _Memory:
         except BlockingIOError as error:
             self.unlock()
             raise Contradiction(
-                f"another process writes {self.folder}: use another name, or stop that one"
+                f"another process writes to {self.folder}: stop it, or use another name"
             ) from error
 
     def unlock(self) -> None:
-        """Release the lock of the writer. A process from which this one was forked keeps it."""
+        """Release the writer's lock. If this process was forked, its parent still holds it."""
         if self._unlock:
             self._unlock()
 
     def end(self, *, remove: bool) -> None:
-        """Release the lock of the writer, and remove the folder before if this process has the lock."""
+        """Release the writer's lock. With `remove`, first remove the folder if this process has the lock."""
         if remove and self._unlock and self._unlock.alive:
             arrays = {layout.file_name(each) for each in self.numbers()} if hasattr(self, "header") else set()
             for each in _FILES | arrays:
                 with suppress(FileNotFoundError):
                     os.unlink(each, dir_fd=self._fd)
             with suppress(OSError):  # It may have other files.
-                if is_in_place(self.folder, self._fd):
+                if layout.is_in_place(self.folder, self._fd):
                     self.folder.rmdir()
         self.unlock()
 
@@ -311,23 +296,23 @@ class _Memory:
         header = self.header[0]
         remedy = f"use another name, or remove {self.folder}"
         if header["magic"] != layout.MAGIC:
-            raise InvalidInput(f"{self.folder} is not of a mirror: {remedy}")
+            raise InvalidInput(f"{self.folder} is not a mirror's folder: {remedy}")
         if header["layout"] != layout.VERSION:
             raise InvalidInput(
                 f"{self.folder} has layout {header['layout']}, this version writes {layout.VERSION}: {remedy}"
             )
         if header["consumer"] != consumer.encode():
             raise InvalidInput(
-                f"{self.folder} is of consumer {header['consumer'].decode(errors='replace')!r}, not {consumer!r}: "
-                f"{remedy}"
+                f"{self.folder} follows consumer {header['consumer'].decode(errors='replace')!r}, not "
+                f"{consumer!r}: {remedy}"
             )
         if self.served > 1:
-            raise InvalidInput(f"{self.folder} is damaged, it has no side {self.served}: {remedy}")
+            raise InvalidInput(f"{self.folder} is damaged (it serves side {self.served} of 0 and 1): {remedy}")
 
     def check_open(self) -> None:
-        """Raise Contradiction once it is closed: another process may write it."""
+        """Raise Contradiction if it is closed: another process may be writing."""
         if self._closed.is_set():
-            raise Contradiction(f"the target of {self.folder} is closed: make another one")
+            raise Contradiction(f"the target of {self.folder} is closed: create another one")
 
     def check_model(self, model: str) -> None:
         if model:
@@ -335,13 +320,13 @@ class _Memory:
         known = self.header["model"][0].decode(errors="replace")
         if known and known != model:
             raise Contradiction(
-                f"{self.folder} has model {known!r}, the consumer's is {model!r}: use another name"
+                f"{self.folder} has model {known!r}, the consumer's is {model!r}: use another mirror name"
             )
         self.header["model"][0] = model.encode()
 
     def check_in_place(self) -> None:
         """Raise StorageFailed if the folder was moved or removed: readers that attach would not find it."""
-        if not is_in_place(self.folder, self._fd, self._inode):
+        if not layout.is_in_place(self.folder, self._fd, self._inode):
             raise StorageFailed(
                 f"{self.folder} was moved or removed while its mirror runs: start the mirror again"
             )
@@ -359,12 +344,7 @@ class _Memory:
     # Arrays, each in a file.
 
     def allocate(self, shape: tuple[int, int], dtype: Any) -> tuple[int, NDArray[Any]]:
-        """A new array of zeros, and the number of its file.
-
-        Raises:
-            OSError: there is no room.
-            NoTableMemory: the machine or the control group has too little memory for it.
-        """
+        """A new array of zeros, and the number of its file. Without room: an OSError or NoTableMemory."""
         number, size = int(self.header["next_file"][0]), max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         RAM.check(size, "an array")  # The system would kill the process.
         self.header["next_file"][0] += 1
@@ -385,7 +365,7 @@ class _Memory:
         return number, mapped.array(dtype, shape)
 
     def array(self, number: int, shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
-        """The array in a file, to write to."""
+        """The array in a file, writable."""
         name = layout.file_name(number)
         try:
             return MappedFile(name, write=True, dir_fd=self._fd).array(dtype, shape)
@@ -406,31 +386,31 @@ class _Memory:
                 os.unlink(layout.file_name(each), dir_fd=self._fd)
 
     def numbers(self) -> set[int]:
-        """The files of arrays. Others may be in the folder, too."""
+        """The numbers of the arrays' files. The folder may have other files, too."""
         names = [each for each in os.listdir(self._fd) if re.fullmatch("[1-9a-f][0-9a-f]*", each)]
         return {number for each in names if (number := int(each, 16)) < int(self.header["next_file"][0])}
 
     # Readers.
 
     def wait_for_readers(self, side: int) -> None:
-        """Wait until nobody reads a side any more. A reader that takes longer than the limit loses its pin."""
+        """Wait until no reader pins a side. A reader that exceeds the limit loses its pin."""
         ends = time.monotonic() + self._longest_pin_seconds
         while pins := self._pins(side):
             if time.monotonic() >= ends:
                 self._overridden |= pins
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _pins(self, side: int) -> set[tuple[int, int]]:
-        """The entries that pin a side, and whose threads are alive, with the ids of their processes.
+        """The entries of living threads that pin a side, with the ids of their processes.
 
-        An entry whose pin was overridden does not count before the mirror has seen it without a pin. Otherwise a
-        reader that pins again and again could delay each release by the limit.
+        An entry that has lost its pin does not count until the mirror has seen it without a pin. Otherwise a
+        reader that pins again and again could delay every release by the limit.
         """
         found = os.pread(self._readers, layout.READERS_BYTES, 0)
         readers = np.frombuffer(found, layout.READER, len(found) // layout.READER.itemsize)
         entries = np.flatnonzero(readers["side"]).tolist()
-        pinned = {(each, int(readers["pid"][each])) for each in entries if is_locked(self._readers, each)}
+        pinned = {(each, int(readers["pid"][each])) for each in entries if layout.is_locked(self._readers, each)}
         self._overridden &= pinned
         return {each for each in pinned - self._overridden if readers["side"][each[0]] == side + 1}
 
@@ -450,8 +430,8 @@ class _Memory:
         self.header["state_sequence"][0] += 1
 
     def stay_alive(self) -> None:
-        """Say regularly that the mirror is alive, until it is closed."""
-        while not self._closed.wait(_ALIVE_SECONDS):
+        """Write heartbeats until the mirror is closed."""
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
             self._note_alive()
 
     def _note_alive(self) -> None:
@@ -477,12 +457,12 @@ def _unlock_all() -> None:
         each.unlock()
 
 
-# The lock of a mirror ends with its process, even if a process that it has forked lives longer.
+# A mirror's lock ends with its process, even if a forked process outlives it.
 os.register_at_fork(after_in_child=_unlock_all)
 
 
 def _made(name: str) -> str:
-    """The name of a file while it is made."""
+    """The name of a file before it is complete."""
     return f"{name}.new"
 
 
@@ -522,7 +502,7 @@ class _SharedCopy(KeyedCopy):
         return written
 
     def copy_from(self, other: "_SharedCopy") -> None:
-        """Take over the rows of another copy. Arrays of the same form stay, so two copies are enough memory."""
+        """Copy all rows of another copy, into the same arrays where they fit, so that no third copy is needed."""
         theirs = other.arrays()
         kept = {
             use: array
@@ -539,7 +519,7 @@ class _SharedCopy(KeyedCopy):
         self._use(other.specs, kept)
 
     def load(self, tables: NDArray[Any], *, is_whole: bool) -> None:
-        """Use the arrays of a description, or of a torn side those that are left: to write into, not to read."""
+        """Use the arrays in a description. Of a torn side, use the remaining ones, only to write into."""
         left = self._memory.numbers() | {0}
         described = [each for each in tables if is_whole or {int(each[file]) for file in layout.FILES} <= left]
         try:
@@ -599,12 +579,12 @@ class _SharedCopy(KeyedCopy):
         return self._files[_address(array)]
 
     def forget_unused(self) -> None:
-        """Forget the files of arrays that no table uses any more."""
+        """Drop the entries of arrays that no table uses any more."""
         self._files = {_address(each): self._file_of(each) for each in self.arrays().values()}
 
     @property
     def files(self) -> set[int]:
-        """The files of its arrays, with those of a release that is being prepared."""
+        """The files of its arrays, including those of a release that is being prepared."""
         return set(self._files.values())
 
 
@@ -613,7 +593,7 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
 
     def __init__(self, number: int, memory: _Memory) -> None:
         self._number, self._memory = number, memory
-        self._shown, self._tables = side_of(memory.control, number)
+        self._shown, self._tables = layout.side_of(memory.control, number)
         copy, shown = _SharedCopy(memory), self._shown[0]
         reading = KeyedReading(tables=copy.tables)
         copy.load(self._tables[: int(shown["tables"])], is_whole=self._is_whole)
@@ -627,11 +607,11 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether it is not being written, and its last mirror was not killed meanwhile."""
+        """Whether no mirror is writing it, or was killed while writing it."""
         return int(self._shown["sequence"][0]) % 2 == 0
 
     def write(self, write: Callable[[], Written | None], release: Release) -> Written | None:
-        """Write a prepared release, after the readers of this side have left."""
+        """Write a prepared release once readers have released this side."""
         self.begin()
         written = super().write(write, release)
         if not release.more:
@@ -639,14 +619,14 @@ class _SharedSide(Side[_SharedCopy, KeyedReading]):
         return written
 
     def begin(self) -> None:
-        """Wait for the readers of this side, and say that it is being written."""
+        """Wait for readers of this side, and mark it as being written."""
         self._memory.wait_for_readers(self._number)
         if self._is_whole:
             self._shown["sequence"][0] += 1
         fence()
 
     def end(self, reading: KeyedReading) -> None:
-        """Describe the tables and the version, and say that the side is whole."""
+        """Describe the tables and the version, and mark the side as whole."""
         self.reading = reading
         described, shown = self.copy.describe(), self._shown
         if described.tobytes() != self._tables[: int(shown["tables"][0])].tobytes():

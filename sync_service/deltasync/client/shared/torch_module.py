@@ -27,15 +27,15 @@ from deltasync.client.targets.torch_binding import bind
 from deltasync.client.targets.torch_compiled import compiled_modules
 from deltasync.client.targets.torch_quantised import QuantisedRows, TbeShard, tables_in_tbes, tbe_prefixes, tbes_of
 from deltasync.client.targets.torch_target import all_tensors
-from deltasync.client.targets.torch_tensors import CastTensor, Tensor, torch_type
+from deltasync.client.targets.torch_tensors import CastTensor, Tensor, not_saved, tensors_of, torch_type
 from deltasync.core.rows import Values
 
 
 class SharedModule:
-    """A module on the CPU whose tables are those of a `SharedReading`. Several threads may call it at once.
+    """A module on the CPU over the tables of a `SharedReading`. Several threads may call it at once.
 
-    It takes over the structure of the module, and calls copies of it with tensors over the shared memory. Each
-    call has a copy of its own. The memory of the module is free once nothing else refers to the module.
+    It copies the structure of a module, without its values. Each call has a copy of its own, with tensors over the
+    shared memory.
     """
 
     def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = ()) -> None:
@@ -105,10 +105,8 @@ class SharedModule:
 class _Binding:
     """The module over the tables of one side.
 
-    Attributes:
-        tables: the tables. They keep the memory mapped, because a TBE has only addresses in it.
-        module: the module, which is only copied.
-        free: copies that no call uses. There are as many as there were calls at the same time.
+    `tables` keeps the memory mapped, because a TBE only has addresses in it. `free` has copies of the module that
+    no call uses at present.
     """
 
     tables: Mapping[str, Values]
@@ -116,7 +114,7 @@ class _Binding:
     free: list[nn.Module] = field(default_factory=list)
 
     def take(self) -> nn.Module:
-        """A copy for one call. It may keep state in its attributes, as some modules do."""
+        """A copy for one call, because some modules keep state in their attributes."""
         try:
             return self.free.pop()
         except IndexError:
@@ -131,12 +129,8 @@ class _Structure:
         memory, own = dict[int, torch.Tensor](), dict[tuple[int, int], Values]()
         quantised = tables_in_tbes(module)
         prefixes = tbe_prefixes(module, quantised)
-        transient = {
-            f"{owner}.{name}".removeprefix(".")
-            for owner, each in module.named_modules()
-            for name in each._non_persistent_buffers_set
-        }
-        for name, tensor in _tensors(module).items():
+        transient = not_saved(module)
+        for name, tensor in tensors_of(module).items():
             if name.startswith(prefixes):
                 # The collections' views of rows, which would keep the memory that the TBEs had at first.
                 if name in quantised:
@@ -159,15 +153,10 @@ class _Structure:
         self._own = {(id(memo[tbe]), index): rows for (tbe, index), rows in own.items()}
 
     def over(self, reading: SharedReading) -> _Binding:
-        """The module over the tables of a version.
-
-        Raises:
-            NotFound: tables are missing.
-            Contradiction: the module cannot use the memory.
-        """
+        """The module over the tables of a version, or an error if it cannot use them."""
         specs = {each.name: each for each in reading.specs}
         binding, of_table = bind(self.module, list(specs.values())), tensors(reading)
-        known, memory = _tensors(self.module), dict[int, torch.Tensor]()
+        known, memory = tensors_of(self.module), dict[int, torch.Tensor]()
         in_tbes = defaultdict[int, dict[int, Values]](dict)
         for (owner, index), rows in self._own.items():
             in_tbes[owner][index] = rows
@@ -208,22 +197,12 @@ class _Structure:
 
 
 def _copied(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
-    """Copy a module without its tensors: some are replaced, by identity, and the copy shares the others.
-
-    Returns:
-        The copy; and the copies of all parts of the module, by identity.
-    """
+    """Copy a module with some tensors replaced, by identity; also return the copies of its parts, by identity."""
     memo: dict[int, Any] = {id(each): each for each in all_tensors(module).values()} | dict(tensors)
     try:
         return copy.deepcopy(module, memo), memo
     except Exception as error:
         raise Contradiction(f"the module cannot be copied: {type(error).__name__}: {error}") from error
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, under each of their names."""
-    parameters, buffers = module.named_parameters, module.named_buffers
-    return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -250,9 +229,9 @@ def tensors(reading: SharedReading) -> dict[str, torch.Tensor]:
 
 
 def _point(module: Any, tables: Mapping[int, Values]) -> None:
-    """Make a TBE look up rows in these arrays, by the table's index in it.
+    """Make a TBE look up rows in these arrays, by the index of the table in it.
 
-    fbgemm adds a table's offset to the address of one tensor, and reads nothing else of that tensor. Here the
+    fbgemm adds a table's offset to the address of one tensor, and reads nothing else of that tensor. So this
     tensor begins at the first array and extends over all of them, and over what lies between.
     """
     begins = {index: int(rows.ctypes.data) for index, rows in tables.items()}

@@ -26,10 +26,10 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class TargetChecksums:
-    """Computes the checksum of each table of a target. Keeps 8 bytes per row.
+    """The checksum of each table of a target. Keeps 8 bytes per row.
 
-    With every release, and sometimes between releases, a sweep reads one more block of rows, table by table. So it
-    eventually detects rows that other code has changed, even if no release touches them.
+    With every release, and sometimes between releases, a sweep reads one more block of rows. So it eventually
+    detects rows that other code has changed.
     """
 
     def __init__(self, target: ReadableTarget, block_rows: int = BLOCK_ROWS, *, sweeps: bool = True) -> None:
@@ -41,20 +41,11 @@ class TargetChecksums:
         self._unread = deque[tuple[str, int]]()  # Blocks to read for the question: table, first row.
 
     def after(self, release: Release, written: Written | None = None) -> dict[str, int]:
-        """Update the checksums after the target has applied a release.
+        """Update and return the checksums after the target has applied a release.
 
         A row is damaged if its digest in the target differs from the digest that came with it. The checksum of its
-        table is then wrong on purpose, and the service sends the table again.
-
-        Args:
-            release: the release.
-            written: the result of the target's `apply`. If it is None, the rows are read back.
-
-        Returns:
-            The checksum of each table that the target keeps, by name.
-
-        Raises:
-            Contradiction: a row id is outside of its table.
+        table is then wrong on purpose, so the service sends the table again. `written` is the result of `apply`;
+        if it is None, the rows are read back.
         """
         if release.tables != self._tables or release.resync or release.whole:
             self._follow(release)
@@ -82,11 +73,7 @@ class TargetChecksums:
         return self.by_table
 
     def read_again(self, question: int, seconds: float) -> int:
-        """Read the target's rows for some seconds. A new `question` starts from the first row.
-
-        Returns:
-            The number of rows that are left.
-        """
+        """Read rows for `seconds`, from the first row for a new `question`; return how many are left."""
         if question != self._question:
             self._question = question
             self._unread = deque(
@@ -148,12 +135,9 @@ class TargetChecksums:
 
 
 class TableDigests:
-    """The last digest of each row of a target's table: 8 bytes per row.
+    """The last digest of each row of a table, 8 bytes per row, and the checksum of all rows.
 
-    Attributes:
-        table: the table.
-        checksum: the checksum of all rows.
-        swept: the number of rows that the sweep of this table has read.
+    The sweep has read the first `swept` rows.
     """
 
     def __init__(self, table: TableSpec) -> None:
@@ -173,11 +157,7 @@ class TableDigests:
         return self
 
     def put(self, ids: Ids, digests: RowDigests) -> None:
-        """Set the digests [n] of rows `ids` [n], without duplicates.
-
-        Raises:
-            Contradiction: an id is outside of the table.
-        """
+        """Set the digests [n] of rows `ids` [n], without duplicates. An id outside of the table: Contradiction."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.table.rows:
             sent = f"rows {ids.min()} to {ids.max()}"
             raise Contradiction(

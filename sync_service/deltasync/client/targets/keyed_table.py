@@ -1,4 +1,4 @@
-"""Tables with 64-bit keys, for bulk lookups and changes."""
+"""Rows by 64-bit key, for bulk lookups."""
 
 import os
 from collections.abc import Callable
@@ -8,22 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import InvalidInput
-from deltasync.core.rows import Ids, Mask, Values, distinct
+from deltasync.core.rows import Ids, Mask, Values
 from deltasync.kernels import keys as key_kernels
 
 # Makes an array of zeros of a shape and a type.
 Allocate: TypeAlias = Callable[[tuple[int, int], Any], NDArray[Any]]
 
-_FIRST_ROWS = 16
 _FIRST_SLOTS = 16
 
 
 class KeySlots:
-    """A `KeyIndex` for lookups: a `Places`. Another process may fill it.
-
-    Attributes:
-        array: [n + 1, 2], the slots and the salt, see `kernels.keys`.
-    """
+    """A `KeyIndex` for lookups, in `array`: slots [n, 2] and the salt, see `kernels.keys`."""
 
     def __init__(self, array: key_kernels.Index) -> None:
         self.array = array
@@ -34,7 +29,6 @@ class KeySlots:
         return self.array[:-1]
 
     def __len__(self) -> int:
-        """The number of keys, which it counts."""
         return int(np.count_nonzero(self.slots[:, 1] >= 0))
 
     def find(self, keys: Ids) -> Ids:
@@ -56,9 +50,9 @@ class KeySlots:
 
 
 class KeyIndex(KeySlots):
-    """A hash map from int64 keys to places, which are whole numbers from 0. Each has a random salt of its own.
+    """A hash map from int64 keys to places, which are whole numbers from 0.
 
-    At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
+    At most half of the slots are in use, including erased ones. Few keys then need more than two probes.
     """
 
     def __init__(self, allocate: Allocate = np.zeros, keys: int = 0) -> None:
@@ -83,7 +77,6 @@ class KeyIndex(KeySlots):
             each.compile()  # Now, so that no reader waits for the compiler.
 
     def __len__(self) -> int:
-        """The number of keys."""
         return self._keys
 
     def put(self, keys: Ids, places: Ids) -> None:
@@ -102,9 +95,9 @@ class KeyIndex(KeySlots):
         self._keys -= key_kernels.remove(self.array, keys, self._first_slots(keys))
 
     def with_room(self, keys: int, *, cleared: bool = False) -> "KeyIndex":
-        """This index if it has room for this number of new keys, else a larger copy.
+        """This index, or a larger copy if it lacks room for new keys.
 
-        With `cleared`, leave out the present keys: call `clear` before you add the new ones.
+        With `cleared`, the copy has no keys: call `clear` before you add the new ones.
         """
         if 2 * keys <= len(self.slots) if cleared else self._fits(keys):
             return self
@@ -136,7 +129,6 @@ class KeyedRows:
         self._places, self._rows = places, rows
 
     def __len__(self) -> int:
-        """The number of keys."""
         return len(self._places)
 
     @property
@@ -186,82 +178,29 @@ class Places(Protocol):
         """The number of keys."""
 
 
-class KeyedTable(KeyedRows):
-    """A mutable table of rows by key.
+class RowNumbers:
+    """A `Places` whose keys are row numbers. `there` is a mask of the existing rows."""
 
-    Several threads may look up rows at the same time. A change needs exclusive access.
-    """
+    def __init__(self, there: Mask) -> None:
+        self._there = there
 
-    def __init__(self, dim: int, dtype: np.dtype[np.generic] | type[np.generic] = np.float32) -> None:
-        self._index = KeyIndex()
-        super().__init__(self._index, np.zeros((_FIRST_ROWS, dim), dtype))
-        self._unused = np.arange(_FIRST_ROWS)  # Places without a key.
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._there))
 
-    def update(self, keys: Ids, values: Values) -> Mask:
-        """Overwrite the rows of existing keys.
+    def find(self, keys: Ids) -> Ids:
+        """See `Places`."""
+        inside = (keys >= 0) & (keys < len(self._there))
+        at = np.where(inside, keys, 0)
+        return np.where(inside & self._there[at], at, -1)
 
-        Args:
-            keys: int64 [n]. If a key appears several times, the last one counts.
-            values: [n, dim].
-
-        Returns:
-            A mask of the existing keys: bool [n].
-
-        Raises:
-            InvalidInput: keys or values of another type or shape; nothing was changed.
-        """
-        values = self._checked(keys, values)
-        places = self._index.find(keys)
-        exist = places >= 0
-        self._rows[places[exist]] = values[exist]
-        return exist
-
-    def insert(self, keys: Ids, values: Values) -> None:
-        """Overwrite the rows of existing keys and add missing keys; see `update`."""
-        values = self._checked(keys, values)
-        new = distinct(keys[self._index.find(keys) < 0])
-        self._index.put(new, self._take(len(new)))
-        self._rows[self._index.find(keys)] = values
-
-    def erase(self, keys: Ids) -> Mask:
-        """Remove keys (int64 [n]) and their rows; return a mask of the keys that existed: bool [n].
-
-        Raises:
-            InvalidInput: keys of another type or shape; nothing was changed.
-        """
-        places = self._index.find(checked_keys(keys))
-        existed = places >= 0
-        self._unused = np.concatenate([self._unused, distinct(places[existed])])
-        self._index.remove(distinct(keys[existed]))
-        return existed
-
-    def _take(self, count: int) -> Ids:
-        """Reserve `count` unused places."""
-        if (lacking := count - len(self._unused)) > 0:
-            rows = len(self._rows)
-            more = max(rows, lacking)
-            self._rows = np.concatenate([self._rows, np.zeros((more, self.dim), self.dtype)])
-            self._unused = np.concatenate([self._unused, np.arange(rows, rows + more)])
-        places, self._unused = self._unused[:count], self._unused[count:]
-        return places
-
-    def _checked(self, keys: Ids, values: Values) -> Values:
-        checked_keys(keys)
-        values = np.asarray(values)
-        if values.shape != (len(keys), self.dim) or not np.can_cast(values.dtype, self.dtype, "same_kind"):
-            raise InvalidInput(
-                f"values of shape {list(values.shape)} and type {values.dtype}: expected {[len(keys), self.dim]} "
-                f"and {self.dtype}"
-            )
-        return values
+    def items(self) -> tuple[Ids, Ids]:
+        """See `Places`."""
+        rows = np.flatnonzero(self._there)
+        return rows, rows
 
 
 def checked_keys(keys: Ids) -> Ids:
-    """Check the type and shape of keys.
-
-    Raises:
-        InvalidInput: the keys are not int64 [n].
-    """
+    """Keys of type int64 [n], else an InvalidInput."""
     if not isinstance(keys, np.ndarray):
         raise InvalidInput(f"keys: a {type(keys).__name__}, expected a NumPy array, int64 [n]")
     if keys.ndim != 1 or keys.dtype != np.int64:

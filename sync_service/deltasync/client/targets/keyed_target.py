@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.keyed_table import Allocate, KeyedRows, KeyIndex, Places
+from deltasync.client.targets.keyed_table import Allocate, KeyedRows, KeyIndex, Places, RowNumbers
 from deltasync.client.targets.local import LocalTarget, Side
 from deltasync.client.targets.numpy_target import rows_at, staged_rows
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
@@ -46,31 +46,19 @@ class KeyedTarget(LocalTarget["KeyedCopy", "KeyedReading"]):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedReading(Reading):
-    """A `Reading` of tables by key.
-
-    Attributes:
-        tables: by name.
-    """
+    """A `Reading` of `tables` by name, with rows by key."""
 
     tables: "Mapping[str, KeyedRows]"
 
 
 class KeyedCopy:
-    """The tables of a model by row number, with an index from raw ids to rows for each map.
-
-    Attributes:
-        tables: the tables for lookups, by name.
-        by_number: the same tables by row number, by name.
-        indices: the rows by raw id, of each table with a map, by the table's name.
-    """
+    """The tables of a model by name: for lookups by key, and by row number; with indices of raw ids."""
 
     def __init__(self, allocate: Allocate = np.zeros, *, in_place: bool = False) -> None:
-        """Start with no tables.
+        """Start empty.
 
-        Args:
-            allocate: makes their arrays.
-            in_place: whether to write all rows of a table into its current arrays, because no reader waits
-                meanwhile. Otherwise new arrays are filled before readers have to wait.
+        With `in_place`, all rows of a table are written into its current arrays, because no reader waits
+        meanwhile. Otherwise new arrays are filled before readers have to wait.
         """
         self._allocate = allocate
         self._in_place = in_place
@@ -79,12 +67,7 @@ class KeyedCopy:
         self.indices: dict[str, KeyIndex] = {}
 
     def stage(self, release: Release) -> Callable[[], Written]:
-        """See `Copy`. New arrays are filled at once, since they have no readers yet.
-
-        Raises:
-            Contradiction: two rows would get the same raw id, or a row id is outside of its table; nothing was
-                written.
-        """
+        """See `Copy`. New arrays are filled at once, since they have no readers yet."""
         by_number = {table.name: self._numbered(table, release) for table in release.tables}
         puts = [by_number[rows.table.name].stage(rows) for rows in release.rows]
         digests: list[RowDigests | None] = [None] * len(puts)
@@ -147,16 +130,27 @@ class KeyedCopy:
         goes_on = index is not None and all(self._kept(each, release) for each in (table, id_map))
         rows = [rows for rows in release.rows if rows.table.name == table.name]
         entries = [rows for rows in release.rows if rows.table.name == id_map.name]
-        before = self._kept(id_map, release)
+        kept = self._kept(id_map, release)
         touched = ids_of(rows) if goes_on else np.arange(id_map.rows)
-        change = RawIdChange.of(touched, entries, lambda rows: _entries(before, rows))
+        change = RawIdChange.of(touched, entries, lambda rows: _entries(kept, rows))
         if release.resets(table):
             there = np.zeros_like(there)
         if index is not None and goes_on:
             _check_others(id_map.name, index, change)
         elif index is None or not self._in_place:
             index = KeyIndex(self._allocate)
-        return _index_change(index, goes_on, change, there, rows)
+        before, after = there[change.rows], there[change.rows]
+        for each in rows:
+            after[change.at(each.ids)] = not each.deleted
+        before &= (change.before != 0) & goes_on
+        after &= change.after != 0
+        changed = (before != after) | (change.before != change.after)
+        erased, added = before & changed, after & changed
+        keys = raw_ids_of(change.after[added])
+        # A larger index is built here, before readers have to wait.
+        room = index.with_room(len(keys), cleared=not goes_on)
+        clears = room is index and not goes_on
+        return _IndexChange(room, clears, raw_ids_of(change.before[erased]), keys, change.rows[added])
 
     def _numbered(self, table: TableSpec, release: Release) -> "NumberedTable":
         """The arrays for a table: the current ones, or new ones with the rows that it keeps."""
@@ -190,29 +184,6 @@ class NumberedTable:
         return write
 
 
-class RowNumbers:
-    """Rows whose keys are their numbers."""
-
-    def __init__(self, there: Mask) -> None:
-        """`there` is a mask of the existing rows."""
-        self._there = there
-
-    def __len__(self) -> int:
-        """The number of keys."""
-        return int(np.count_nonzero(self._there))
-
-    def find(self, keys: Ids) -> Ids:
-        """See `Places`."""
-        inside = (keys >= 0) & (keys < len(self._there))
-        at = np.where(inside, keys, 0)
-        return np.where(inside & self._there[at], at, -1)
-
-    def items(self) -> tuple[Ids, Ids]:
-        """See `Places`."""
-        rows = np.flatnonzero(self._there)
-        return rows, rows
-
-
 @dataclass(frozen=True, eq=False)
 class _IndexChange:
     """A release's changes of an index: keys to remove, or all of them, and keys to add with their rows."""
@@ -228,27 +199,6 @@ class _IndexChange:
             self.index.clear()
         self.index.remove(self.erased)
         self.index.put(self.keys, self.rows)
-
-
-def _index_change(
-    index: KeyIndex, goes_on: bool, change: "RawIdChange", there: Mask, rows: Sequence[RowBatch]
-) -> _IndexChange:
-    """The changes of an index, which starts empty unless it `goes_on`.
-
-    `there` is a mask of the existing rows before the release's `rows`.
-    """
-    before, after = there[change.rows], there[change.rows]
-    for each in rows:
-        after[change.at(each.ids)] = not each.deleted
-    before &= (change.before != 0) & goes_on
-    after &= change.after != 0
-    changed = (before != after) | (change.before != change.after)
-    erased, added = before & changed, after & changed
-    keys = raw_ids_of(change.after[added])
-    # A larger index is built here, before readers have to wait.
-    room = index.with_room(len(keys), cleared=not goes_on)
-    clears = room is index and not goes_on
-    return _IndexChange(room, clears, raw_ids_of(change.before[erased]), keys, change.rows[added])
 
 
 def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
@@ -272,13 +222,7 @@ def _entries(id_map: NumberedTable | None, rows: Ids) -> Entries:
 
 @dataclass(frozen=True, eq=False)
 class RawIdChange:
-    """The raw ids of all rows that a release changes in a table or its map.
-
-    Attributes:
-        rows: row ids [n], ascending.
-        before: their map entries before the release, [n].
-        after: their map entries after the release, [n].
-    """
+    """The map entries, before and after, of all `rows` that a release changes in a table or its map."""
 
     rows: Ids
     before: Entries
@@ -286,16 +230,7 @@ class RawIdChange:
 
     @classmethod
     def of(cls, touched: Ids, entries: Sequence[RowBatch], current: Callable[[Ids], Entries]) -> "RawIdChange":
-        """Compute the change.
-
-        Args:
-            touched: ids of rows that change in the table, in any order.
-            entries: the release's rows of the map.
-            current: returns the current map entries of rows.
-
-        Raises:
-            Contradiction: two rows would get the same raw id.
-        """
+        """The change of `touched` rows and of `entries` of the map. Two rows with one raw id: Contradiction."""
         rows = distinct(np.concatenate([touched, *(each.ids for each in entries)]))
         before = current(rows)
         after = before.copy()

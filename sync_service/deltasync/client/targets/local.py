@@ -12,14 +12,12 @@ import numpy as np
 
 from deltasync.base.errors import Contradiction
 from deltasync.client.connection import ForkGuard
-from deltasync.client.targets.target import Reading, Reads, Release, TornTarget, Written
+from deltasync.client.targets.target import Reading, Reads, Release, TornTarget, Written, reading_fields
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)
-# After waiting this long, a writer logs the names of the readers' threads.
-_PATIENCE_SECONDS = 10.0
 _FIRST_COPY = "part of a first copy"
 _REMEDY = "Start a new subscriber without `held`: it receives everything and repairs the target"
 C = TypeVar("C", bound="Copy")
@@ -167,13 +165,9 @@ def _agreed(rows: Values, others: Values) -> Values:
 
 
 class Side(Generic[C, R]):
-    """A copy and its gate.
+    """A copy with its gate for readers and writers, and the object for its readers.
 
-    Attributes:
-        copy: the copy.
-        reading: the object for its readers.
-        gate: the lock of readers and writers.
-        unfinished: describes a release that is being written or was only partly written.
+    `unfinished` describes a release that is being written or was only partly written.
     """
 
     def __init__(self, copy: C, reading: R) -> None:
@@ -189,15 +183,7 @@ class Side(Generic[C, R]):
             written = write()
             if release.more:
                 return written
-            self.reading = replace(
-                self.reading,
-                position=release.position,
-                version=release.version,
-                step=release.step,
-                step_end_unix_ns=release.step_end_unix_ns,
-                event_time_unix_ns=release.event_time_unix_ns,
-                kept=release.kept,
-            )
+            self.reading = replace(self.reading, **reading_fields(release))
             self.unfinished = ""
             return written
 
@@ -219,9 +205,13 @@ class Side(Generic[C, R]):
 
 
 class Gate:
-    """A lock for readers and writers, in the order of `LockOrder`."""
+    """A lock for readers and writers, in the order of `LockOrder`.
 
-    def __init__(self) -> None:
+    After waiting `patience_seconds`, a writer logs the names of the readers' threads.
+    """
+
+    def __init__(self, patience_seconds: float = 10.0) -> None:
+        self._patience_seconds = patience_seconds
         self._turns = LockOrder()
         # After a fork, no thread would release locks and turns of the parent's other threads.
         self._fork_guard = ForkGuard("a target")
@@ -231,12 +221,7 @@ class Gate:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep writers out. Blocks may be nested, and may end in another thread.
-
-        Raises:
-            Contradiction: this thread is a writer.
-            ServiceUnavailable: this process was forked since the gate was made.
-        """
+        """Keep writers out. Blocks may be nested, and may end in another thread."""
         self._fork_guard.check()
         who = threading.get_ident()
         with self._lock:
@@ -250,12 +235,7 @@ class Gate:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep all others out.
-
-        Raises:
-            Contradiction: this thread is a reader or writer already.
-            ServiceUnavailable: this process was forked since the gate was made.
-        """
+        """Keep all others out."""
         self._fork_guard.check()
         who = threading.get_ident()
         with self._lock:
@@ -263,7 +243,7 @@ class Gate:
                 raise Contradiction(
                     "a release cannot be applied inside reading() or apply(), because it would wait for itself"
                 )
-            self._acquire(who, self._turns.write, _PATIENCE_SECONDS)
+            self._acquire(who, self._turns.write, self._patience_seconds)
         try:
             yield
         finally:
@@ -291,7 +271,7 @@ class Gate:
         self._lock.release()  # A log handler may itself enter or leave `reading`.
         try:
             text = "a release has waited %g s for readers to leave reading(), and still waits; their threads: %s"
-            logger.warning(text, _PATIENCE_SECONDS, ", ".join(readers))
+            logger.warning(text, self._patience_seconds, ", ".join(readers))
         finally:
             self._lock.acquire()
 
@@ -306,14 +286,9 @@ class Gate:
 class LockOrder:
     """The order in which readers and writers enter a `Gate`, without threads.
 
-    Readers and writers take turns. A reader enters at once unless a writer is inside or waits. Otherwise it waits
-    for one writer at most: when the writer leaves, all waiting readers enter together. Writers enter in order of
-    arrival, each after at most one turn of readers. A reader that is inside may always enter again, because it
-    keeps writers out anyway.
-
-    Attributes:
-        readers: the readers inside, with their nesting depth.
-        writer: the writer inside.
+    Readers and writers take turns. A reader enters at once unless a writer is inside or waits. When a writer
+    leaves, all waiting readers enter together. Writers enter in order of arrival, each after at most one turn of
+    readers. A reader that is inside may always enter again, because it keeps writers out anyway.
     """
 
     def __init__(self) -> None:

@@ -57,11 +57,7 @@ class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
 
 @dataclass(frozen=True, kw_only=True)
 class TableReading(Reading):
-    """A `Reading` of tables.
-
-    Attributes:
-        tables: [rows, dim] array by table name.
-    """
+    """A `Reading` of `tables`: an array [rows, dim] by table name."""
 
     tables: Mapping[str, Values]
 
@@ -73,11 +69,7 @@ class _Arrays:
         self.tables: dict[str, Values] = {}
 
     def stage(self, release: Release) -> Callable[[], Written]:
-        """See `Copy`. New arrays are filled at once, since they have no readers yet.
-
-        Raises:
-            Contradiction: a row id is outside of its table; nothing was written.
-        """
+        """See `Copy`. New arrays are filled at once, since they have no readers yet."""
         before = dict(self.tables)  # Freed after the write, because freeing takes time, too.
         tables = {table.name: self._array(table, reset=release.resets(table)) for table in release.tables}
         fresh = {name for name, array in tables.items() if array is not before.get(name)}
@@ -129,12 +121,8 @@ def staged_rows(
 ) -> Callable[[], RowDigests | None]:
     """Prepare to write `values` ([n, D]) to the rows `ids` ([n]) of an array [N, D] of their type.
 
-    Returns:
-        A function that only writes them. With `digested` it returns the digests of the rows in the array after
-        the write.
-
-    Raises:
-        Contradiction: the rows do not fit into the array.
+    Returns a function that writes them. With `digested` it returns the digests of the rows in the array
+    afterwards.
     """
     check_fit(len(array), array.shape[1] * array.itemsize, ids, values)
     memory = _memory_of(array)
@@ -163,11 +151,7 @@ def staged_rows(
 
 
 def check_fit(rows: int, row_bytes: int, ids: Ids, values: Values) -> None:
-    """Check that `values` ([n, D]) fit into the rows `ids` ([n]) of memory with `rows` rows of `row_bytes` bytes.
-
-    Raises:
-        Contradiction: an id is out of range, or rows have another size.
-    """
+    """A Contradiction unless `values` ([n, D]) fit rows `ids` ([n]) of memory with `rows` rows of `row_bytes`."""
     size = values.shape[1] * values.itemsize
     if size != row_bytes or not _within(rows, ids):
         ids_text = f"ids {ids.min()} to {ids.max()}" if len(ids) else "no ids"

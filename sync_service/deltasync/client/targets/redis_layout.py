@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.target import Release
+from deltasync.client.targets.target import Release, reading_fields
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Values
 from deltasync.core.table_form import ReplicaSpec
@@ -42,15 +42,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Meta:
-    """The content of the hash `meta`.
+    """The content of the hash `meta`, with the fields of `Reading`.
 
     Attributes:
-        model: the model's name.
-        position: the position to continue from; empty while all rows are being replaced.
-        version: all rows are of this version or newer. Its step and times are as in `Release`; None before the
-            first release.
-        tables: the tables with rows in the store.
-        kept: the name of the kept version, as in `Release`.
+        position: empty while all rows are being replaced.
+        version: all rows are of this version or newer.
         writing: the version that is being written, or 0. Meanwhile, rows are of either version.
     """
 
@@ -75,17 +71,7 @@ class Meta:
 
     def after(self, release: Release, tables: "tuple[StoredTable, ...]") -> "Meta":
         """The content after a release."""
-        return replace(
-            self,
-            tables=tables,
-            position=release.position,
-            version=release.version,
-            step=release.step,
-            step_end_unix_ns=release.step_end_unix_ns,
-            event_time_unix_ns=release.event_time_unix_ns,
-            kept=release.kept,
-            writing=0,
-        )
+        return replace(self, tables=tables, **reading_fields(release), writing=0)
 
     def fields(self) -> dict[str, str]:
         """The fields of the hash; unknown values are empty."""
@@ -103,11 +89,7 @@ class Meta:
 
     @classmethod
     def of_fields(cls, stored: Mapping[bytes, bytes], where: str) -> "Meta | None":
-        """Read the fields of a hash; None if it is empty.
-
-        Raises:
-            Contradiction: the hash has another format, or is not from a `RedisTarget`.
-        """
+        """Parse the fields of a hash; None if it is empty. Another format is a Contradiction."""
         if not stored:
             return None
         fields = {name.decode(): value.decode() for name, value in stored.items()}
@@ -135,16 +117,11 @@ _NUMBERS = ("version", "step", "step_end_unix_ns", "event_time_unix_ns", "writin
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A table of the store.
+    """A table of the store, which lacks deleted rows and rows that were never written.
 
     Attributes:
-        rows: number of rows in the model. The store lacks deleted rows and rows that were never written.
-        dim: number of values in a row.
-        dtype: their type, in NumPy's notation.
-        tbe_bits: 8 or 4 for rows of an inference TBE: scale and bias (fp16 each), then codes of this many bits.
-            Otherwise 0.
-        kind: the name of the `TableKind`.
-        of: the table that a map or ranges belong to.
+        tbe_bits: 8 or 4 for rows of an inference TBE: scale and bias (fp16 each), then codes of this many bits;
+            otherwise 0.
         mapped: whether the keys of rows are raw ids.
     """
 

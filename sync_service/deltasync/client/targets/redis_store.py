@@ -79,13 +79,7 @@ class RedisStore:
         return self._tried(send)
 
     def _tried(self, what: Callable[[], T]) -> T:
-        """Call a function, and repeat it while the server cannot be reached.
-
-        Raises:
-            ServiceUnavailable: the server could not be reached for `retry_seconds`.
-            Contradiction: a key is not a hash.
-            StorageFailed: the server refuses the command.
-        """
+        """Call a function, and repeat it for `retry_seconds` while the server cannot be reached."""
         deadline = time.monotonic() + self._retry_seconds
         for pause in backoff():
             try:
@@ -114,7 +108,7 @@ class RedisWriter(RedisStore):
     """The hashes of one server, with exclusive write access.
 
     Every transaction also updates the writer's id and its number of changes in the hash `meta`. It fails if there
-    is another writer, or if the server has lost changes because it was restarted or a lagging replica took over.
+    is another writer, or if the server has lost changes because it restarted or a lagging replica took over.
     """
 
     def __init__(self, client: "redis.Redis", retry_seconds: float, meta: str, where: str) -> None:
@@ -141,12 +135,8 @@ class RedisWriter(RedisStore):
     ) -> None:
         """Update the hash `meta` and run commands in one transaction, which may be retried.
 
-        Args:
-            change: returns the fields to set from all current fields of `meta`.
-            commands: the commands.
-
-        Raises:
-            Contradiction: there is another writer, or the server has lost earlier changes.
+        `change` returns the fields to set, from all current fields of `meta`. Another writer or lost changes are a
+        Contradiction.
         """
         number = self._changes + 1
 
@@ -207,11 +197,7 @@ def _batches(commands: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
 
 
 def place_of(client: "redis.Redis") -> str:
-    """The name of a client's server in errors.
-
-    Raises:
-        InvalidInput: the client has another type, or `decode_responses`.
-    """
+    """The name of a client's server in errors; an InvalidInput if the client cannot be used."""
     if not isinstance(client, redis.Redis):
         kind = f"{type(client).__module__}.{type(client).__qualname__}"
         raise InvalidInput(f"client: a {kind}, expected a redis.Redis of one server, without cluster and asyncio")

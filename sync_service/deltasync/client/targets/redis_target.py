@@ -1,4 +1,4 @@
-"""The target for a Redis or Valkey server."""
+"""The target for a Redis or Valkey server, and lookups of the rows that it writes."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction, InvalidInput
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound
+from deltasync.client.targets.keyed_table import checked_keys
 from deltasync.client.targets.keyed_target import Entries, RawIdChange, ids_of, maps_of, named_raw_ids
 from deltasync.client.targets.redis_layout import Meta, Names, StoredTable, key_fields, keys_of, row_values
-from deltasync.client.targets.redis_store import RedisWriter, place_of
-from deltasync.client.targets.target import Release
+from deltasync.client.targets.redis_store import RedisStore, RedisWriter, place_of
+from deltasync.client.targets.target import Reading, Release, reading_fields
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Mask, RowBatch
+from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec, raw_ids_of
 
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["RedisTarget"]
+__all__ = ["RedisRows", "RedisTarget"]
 logger = logging.getLogger(__name__)
 _BLOCK_ROWS = 8192
 _NO_ROW = b""
@@ -85,8 +86,7 @@ class RedisTarget:
     def _begin(self, release: Release, tables: tuple[StoredTable, ...]) -> tuple[Meta, bool]:
         """Mark the release as being written.
 
-        Returns:
-            The new `meta`, and whether an earlier release was only partly written.
+        Returns the new `meta`, and whether an earlier release was only partly written.
         """
         states = list[Meta]()
 
@@ -153,15 +153,68 @@ class RedisTarget:
                 raise Contradiction(text)
 
 
+class RedisRows:
+    """Looks up the rows that a `RedisTarget` writes under a prefix."""
+
+    def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 0.0) -> None:
+        """Read under a prefix; see `RedisTarget` for arguments and errors."""
+        self._store, self._names = RedisStore(client, retry_seconds), Names(prefix)
+        self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
+        self._tables: dict[str, StoredTable] = {}
+
+    def newest(self) -> Reading:
+        """The store's version. Later lookups return rows of this version or newer.
+
+        Raises:
+            NotFound: the store has no version yet.
+        """
+        return Reading(**reading_fields(self._meta()))
+
+    def lookup(self, table: str, keys: Ids) -> tuple[Values, Mask]:
+        """Look up rows of a table.
+
+        Args:
+            table: its name.
+            keys: int64 [n], in any order: raw ids if the table has a map, else row numbers.
+
+        Returns:
+            The rows, [n, dim], zeros for missing keys; and a mask of the existing keys, bool [n].
+
+        Raises:
+            NotFound: the store has no such table, or no version yet.
+            Contradiction: rows do not have the form that the store declares.
+            InvalidInput: keys of another type or shape.
+        """
+        stored = self._table(table)
+        rows = self._store.get(self._names.rows(table), key_fields(checked_keys(keys)))
+        sizes = [len(row) for row in rows if row is not None]
+        if any(size != stored.row_bytes for size in sizes) or not sizes:
+            # The prefix may have been emptied, and written again in another form.
+            stored = self._table(table, again=True)
+        if wrong := next((size for size in sizes if size != stored.row_bytes), None):
+            raise Contradiction(f"{self._where} has a row of {wrong} bytes in table {table!r}, which is {stored}")
+        return stored.values(rows), np.array([row is not None for row in rows], np.bool_)
+
+    def _table(self, name: str, *, again: bool = False) -> StoredTable:
+        if again or name not in self._tables:
+            self._tables = {table.name: table for table in self._meta().tables}
+        if name not in self._tables:
+            raise NotFound(f"{self._where} has no table {name!r}; tables: {', '.join(self._tables)}")
+        return self._tables[name]
+
+    def _meta(self) -> Meta:
+        meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
+        if meta is None or meta.step is None:
+            raise NotFound(f"{self._where} has no version yet: start a subscriber with a RedisTarget on it")
+        return meta
+
+
 def _text(position: Position) -> str:
     return f"number {position.number} of history {position.history}" if position.number else "no position"
 
 
 class MappedTable:
-    """A table with rows by raw id.
-
-    Each row is in one of two hashes: under its raw id, or under its row number if it has no raw id.
-    """
+    """A table with each row in one of two hashes: under its raw id, or under its row number if it has none."""
 
     def __init__(self, store: RedisWriter, names: Names, table: TableSpec, id_map: TableSpec) -> None:
         self._store = store
@@ -177,17 +230,10 @@ class MappedTable:
         reset_map: bool,
         interrupted: bool,
     ) -> None:
-        """Write a release.
+        """Write a release's rows of the table and entries of the map; a reset deletes all others.
 
-        Args:
-            rows: the release's rows of the table.
-            entries: the release's rows of the map.
-            reset: whether to delete all other rows.
-            reset_map: whether to delete all other map entries.
-            interrupted: whether an earlier release was only partly written.
-
-        Raises:
-            Contradiction: two rows would get the same raw id; nothing was written.
+        `interrupted`: an earlier release was only partly written. If two rows would get one raw id, it writes
+        nothing and raises Contradiction.
         """
         changed = [self._freed(), *entries] if reset_map else entries
         change = RawIdChange.of(ids_of(rows), changed, self._entries)
@@ -222,8 +268,7 @@ class MappedTable:
     def _parked(self, change: RawIdChange, moving: Mask) -> list[bytes]:
         """Copy rows whose raw ids change to their row numbers, because other rows may get these raw ids.
 
-        Returns:
-            The values of these rows, because the release does not contain them.
+        Returns the values of these rows, because the release does not contain them.
         """
         rows, before = change.rows[moving], change.before[moving]
         values = self._store.get(self._free, key_fields(rows))

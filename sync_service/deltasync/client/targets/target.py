@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -55,12 +55,13 @@ class Reading:
         return seconds_behind(since, time.time_ns())
 
 
-def number_of_copies(reads: str) -> int:
-    """The number of copies that a target keeps.
+def reading_fields(of: object) -> dict[str, Any]:
+    """The fields of `Reading` that a release or a store has."""
+    return {each.name: getattr(of, each.name) for each in fields(Reading)}
 
-    Raises:
-        InvalidInput: `reads` is not "pause" or "copies".
-    """
+
+def number_of_copies(reads: str) -> int:
+    """The number of copies that a target keeps."""
     copies = {"pause": 1, "copies": 2}
     if reads not in copies:
         raise InvalidInput(f"reads: {reads!r}, expected one of {', '.join(copies)}")
@@ -120,20 +121,12 @@ class Release:
         return bool(self.rows or self.resync or self.whole)
 
     def check_values(self) -> None:
-        """Check that the rows have values.
-
-        Raises:
-            Contradiction: the consumer's mode is `ids`.
-        """
+        """Raise Contradiction if rows have no values, because the consumer's mode is `ids`."""
         if any(rows.norms is not None for rows in self.rows):
             raise Contradiction("the consumer's mode is `ids`, so its rows have no values: use a CallbackTarget")
 
     def check_numbers(self) -> None:
-        """Check that rows are sent as numbers that anybody can read.
-
-        Raises:
-            Contradiction: the consumer's value type is that of a quantised module.
-        """
+        """Raise Contradiction if rows are bytes of a quantised module instead of numbers."""
         for table in self.tables:
             if isinstance(table, ReplicaSpec) and table.value_type.tbe_bits:
                 raise Contradiction(
@@ -149,11 +142,7 @@ BatchDigests: TypeAlias = Sequence[RowDigests | None]
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Digests of the rows that a target has written, computed from the target's own memory.
-
-    Attributes:
-        digests: the digests of each batch of the release, in order.
-    """
+    """Digests of the rows of each batch of a release, computed from the target's own memory after the write."""
 
     digests: BatchDigests
 
@@ -204,11 +193,7 @@ class GradualTarget(Target, Protocol):
 
 
 def check_target(call: str, target: object) -> None:
-    """Check that an argument is a target.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """A TypeError unless the argument is a target."""
     apply = getattr(target, "apply", None)
     # A torch module has another `apply`, for functions.
     if not callable(apply) or isinstance(target, type) or getattr(apply, "__qualname__", "") == "Module.apply":

@@ -1,6 +1,6 @@
 """Find the tensor, TBE or map of a torch module for each table."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
@@ -25,7 +25,15 @@ from deltasync.client.targets.torch_quantised import (
     tbe_memory,
     tbe_prefixes,
 )
-from deltasync.client.targets.torch_tensors import CastTensor, Tensor, casts, plain_name, value_types_of
+from deltasync.client.targets.torch_tensors import (
+    CastTensor,
+    Tensor,
+    casts,
+    not_saved,
+    plain_name,
+    tensors_of,
+    value_types_of,
+)
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -53,18 +61,10 @@ class TablePlace(Protocol):
         """The table."""
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], BatchDigests | None]:
-        """Prepare a release's rows of the table.
+        """Prepare a release's rows of the table; with `reset`, all other rows become zero.
 
-        Args:
-            rows: the changed rows.
-            reset: whether all other rows become zero.
-
-        Returns:
-            A quick function that writes the rows and cannot fail. It returns the digests of each batch's rows in
-            the module, or None if they must be read back.
-
-        Raises:
-            Contradiction: the rows cannot be written; nothing was written.
+        Returns a quick function that writes the rows and cannot fail. It returns the digests of each batch's rows
+        in the module, or None if they must be read back. If the rows cannot be written: Contradiction.
         """
 
     def read(self, ids: Ids) -> Values:
@@ -73,12 +73,9 @@ class TablePlace(Protocol):
 
 @dataclass(frozen=True)
 class Binding:
-    """The places of tables in a module.
+    """The `places` of tables in a module, the `problems` of tables without one, and `stale` names of the module.
 
-    Attributes:
-        places: the places, by the table's name.
-        problems: the reasons why other tables have no place, by the table's name.
-        stale: names of parameters and buffers in the module's state that no table updates.
+    No table updates the parameters and buffers in `stale`.
     """
 
     places: dict[str, TablePlace]
@@ -94,16 +91,8 @@ def bind(
 ) -> Binding:
     """Find the place of each table. A table, its map and its ranges all have places, or none of them has.
 
-    If several tables fit one place, the table with the place's own name gets it, else the one that had it before.
-
-    Args:
-        module: the module to look in.
-        tables: the tables to look for.
-        before: names of the tables that had places before.
-        types: the value types of the consumer's embedding tables; None = the types of `tables`.
-
-    Raises:
-        Contradiction: forwards would not read the places, because the module is compiled with freezing.
+    If several tables fit one place, the table with the place's own name gets it, else the one that had it
+    `before`. `types` are the value types of the consumer's embedding tables; None = the types of `tables`.
     """
     check_not_frozen(module)
     contents = _Contents.of(module, value_types_of(tables) if types is None else types)
@@ -153,7 +142,7 @@ def accelerators(module: nn.Module) -> set[torch.device]:
     """The devices with asynchronous work on the module's tensors."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return set()  # Skip the search, which takes milliseconds in a large module.
-    tensors = [tensor for _, tensor in _tensors(module)]
+    tensors = tensors_of(module).values()
     return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 
 
@@ -175,14 +164,9 @@ def _embeds(collision: str, parameter: str) -> bool:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The parts of a module that could be places of tables.
+    """The parts of a module that could be places: tensors and tables of TBEs, by name.
 
-    Attributes:
-        module: the module.
-        tensors: its parameters and buffers by name, except the tensors of its TBEs.
-        tbes: the tables in its TBEs, by the names of their weights.
-        plain: the names of both without the parts of wrappers, by full name.
-        types: the value types of the consumer's embedding tables.
+    `plain` has the names of both without the parts of wrappers, by full name.
     """
 
     module: nn.Module
@@ -196,19 +180,14 @@ class _Contents:
         """The parts of `module`."""
         tbes = tables_in_tbes(module)
         prefixes = tbe_prefixes(module, tbes)
-        everything = dict(_tensors(module))
+        everything = tensors_of(module)
         in_tbes = {id(each) for name, each in everything.items() if name.startswith(prefixes)}
         tensors = {name: each for name, each in everything.items() if id(each) not in in_tbes}
         plain = {name: plain_name(module, name) for name in (*tensors, *tbes)}
         return cls(module, tensors, tbes, plain, types)
 
     def place_of(self, table: TableSpec) -> TablePlace:
-        """The place of a table.
-
-        Raises:
-            NotFound: the module has no tensor of that name.
-            Contradiction: the tensor of that name has another shape or type.
-        """
+        """The place of a table: NotFound if no tensor has its name, Contradiction if its form differs."""
         if table.kind is TableKind.ID_MAP:
             return id_map_of(self.module, table)
         if table.kind is TableKind.ID_RANGES:
@@ -319,17 +298,6 @@ def _refuse_half(
 def _stale(contents: _Contents, places: dict[str, TablePlace]) -> list[str]:
     bound = {contents.identity(place.name) for place in places.values()}
     collisions = collision_prefixes(contents.module)
-    # Not `state_dict`: TorchRec's fails for managed collision that is sharded for inference with 4 bits.
-    not_saved = {
-        f"{owner}.{name}".removeprefix(".")
-        for owner, each in contents.module.named_modules()
-        for name in each._non_persistent_buffers_set
-    }
-    tensors = [name for name in contents.tensors if name not in not_saved and not name.startswith(collisions)]
+    unsaved = not_saved(contents.module)
+    tensors = [name for name in contents.tensors if name not in unsaved and not name.startswith(collisions)]
     return [name for name in (*tensors, *contents.tbes) if contents.identity(name) not in bound]
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers, under each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

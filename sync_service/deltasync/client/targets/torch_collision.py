@@ -31,12 +31,7 @@ def id_map_of(module: nn.Module, table: TableSpec) -> "CollisionMap":
 
 
 class CollisionMap(ABC):
-    """The map of a managed collision module from raw ids to rows, as the place of a table.
-
-    Attributes:
-        name: the module's FQN.
-        table: the table.
-    """
+    """The map from raw ids to rows of the managed collision module `name`, as the place of a table."""
 
     def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
         """Use the managed collision module `name` of a module."""
@@ -45,11 +40,7 @@ class CollisionMap(ABC):
         self._collection: Any = _collection_of(module, name)
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `TablePlace`.
-
-        Raises:
-            Contradiction: the raw ids do not suit the module; nothing was written.
-        """
+        """See `TablePlace`."""
         write_map = self._staged(rows, reset=reset)
         if not hasattr(self._collection, SHARDED):
             return write_map
@@ -148,11 +139,7 @@ class _SortedMap:
         return _SortedMap(raw, rows, places)
 
     def check(self, table: str) -> None:
-        """Check that no raw id has two rows.
-
-        Raises:
-            Contradiction: a raw id has two rows.
-        """
+        """Raise Contradiction if a raw id has two rows."""
         twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != FREE_ID))
         if len(twice):
             first, second = sorted(self.rows[twice[0] : twice[0] + 2].tolist())
@@ -160,7 +147,7 @@ class _SortedMap:
 
 
 def _changed(buffer: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
-    """The first index where a buffer differs from an array, and the array's numbers up to the last difference.
+    """The first index where a buffer differs from an array, and the numbers up to the last difference.
 
     Ascending new raw ids only change the end. Others move all numbers between their old and new places.
     """
@@ -258,10 +245,6 @@ class IdRanges:
     """The rows for raw ids that a managed collision module does not know: one row for each rank of the trainer.
 
     An MCH module has one such row, its last. If the trainer has others, this class replaces the module's `remap`.
-
-    Attributes:
-        name: the module's FQN.
-        table: the table.
     """
 
     def __init__(self, module: nn.Module, table: TableSpec) -> None:
@@ -270,11 +253,7 @@ class IdRanges:
         self.table = table
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `TablePlace`.
-
-        Raises:
-            Contradiction: ranges overlap or leave gaps, or the module cannot use these rows for unknown ids.
-        """
+        """See `TablePlace`."""
         by_row = {} if reset else self._by_row
         for each in rows:  # Do not loop over all rows, because nearly all may be zeros.
             by_row = {row: span for row, span in by_row.items() if not (each.ids == row).any()}
@@ -320,11 +299,7 @@ class _Ranges:
 
     @classmethod
     def of(cls, by_row: dict[int, tuple[int, ...]], table: TableSpec) -> "_Ranges":
-        """The ranges in a table's rows.
-
-        Raises:
-            Contradiction: ranges overlap, leave gaps, or have a row outside of their shard.
-        """
+        """The ranges in a table's rows; a Contradiction if they overlap, leave gaps, or leave their shard."""
         ordered = sorted((*each, row) for row, each in by_row.items())
         begin = 0
         for first, end, first_row, row in ordered:
@@ -372,13 +347,7 @@ def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[st
 
 
 def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Module]:
-    """The FQN and the managed collision module for a map or ranges.
-
-    Raises:
-        NotFound: there is no managed collision module of that name.
-        Contradiction: the module has another size, is only a shard, is scripted, or is in training mode; or its
-            collection is sharded for inference in a way that is not supported.
-    """
+    """The FQN and the managed collision module for a map or ranges; an error if it cannot be used."""
     owner = table.name.rpartition(".")[0]
     modules = collision_modules(module)
     plain = {name: plain_name(module, name) for name in modules}

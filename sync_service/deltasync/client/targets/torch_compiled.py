@@ -82,10 +82,7 @@ class CompiledModule(nn.Module):
         return self._served[name]
 
     def spare(self, name: str) -> torch.Tensor:
-        """The spare copy of the constant `name`, for a release to write to.
-
-        The first call for a release copies all served constants to the spare ones.
-        """
+        """The spare copy of a constant, for a release to write to; the first call copies all served constants."""
         if not self._staged:
             # Copy everything, not only the last changes: served constants may have been loaded or damaged.
             with torch.inference_mode():
@@ -193,11 +190,7 @@ def absence(module: nn.Module, table: str) -> str:
 
 
 def check_not_frozen(module: nn.Module) -> None:
-    """Check that inductor does not write the values of a module into compiled code, as far as torch shows it.
-
-    Raises:
-        Contradiction: it does.
-    """
+    """Raise Contradiction if inductor writes values of a module into code, as far as torch shows it."""
     inductor = sys.modules.get("torch._inductor.config")
     if inductor and inductor.freezing:
         raise Contradiction(f"torch._inductor.config.freezing is on{_FREEZING}")
@@ -243,11 +236,7 @@ class _Library:
         self._check_device([each for each in files if each.name.endswith(".wrapper_metadata.json")])
 
     def check(self, runner: AOTIModelContainerRunnerCpu) -> None:
-        """Check that the compiled constants can follow a trainer.
-
-        Raises:
-            InvalidInput: there are no constants, or some are derived (folded or packed) and would go out of date.
-        """
+        """Raise InvalidInput if there are no constants, or derived ones, which would go out of date."""
         names, constants = (
             runner.get_constant_names_to_original_fqns().values(),
             runner.extract_constants_map(False),

@@ -30,13 +30,7 @@ _WRITABLE = ("HOST", "DEVICE")
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """The place of a table in one TBE, or in several if it is sharded by row.
-
-    Attributes:
-        name: the FQN of the table's weight in the module.
-        table: the table; its rows are scale, bias and codes.
-        shards: the shards with its rows, in row order.
-    """
+    """The place of a table whose rows are scale, bias and codes: its `shards` in TBEs, in row order."""
 
     name: str
     table: TableSpec
@@ -44,11 +38,7 @@ class QuantisedRows:
 
     @classmethod
     def of(cls, name: str, table: TableSpec, shards: Sequence["TbeShard"]) -> "QuantisedRows":
-        """The place of a table.
-
-        Raises:
-            Contradiction: the shards do not match the table, or cannot be written.
-        """
+        """The place of a table; a Contradiction if the shards do not match the table, or cannot be written."""
         place = cls(name, table, tuple(sorted(shards, key=lambda shard: (shard.row, shard.column))))
         place._check_type()
         place._check_shape()
@@ -132,14 +122,7 @@ def _to_tbe(rows: Values, scale_last: bool) -> Bytes:
 
 @dataclass(frozen=True, eq=False)
 class TbeShard:
-    """The rows of one table in a TBE.
-
-    Attributes:
-        tbe: the TBE.
-        index: the index of the table in the TBE.
-        row: the id of the first row.
-        column: the first column.
-    """
+    """The rows of one table in a TBE, by the table's `index` in it, from id `row` and from `column` on."""
 
     tbe: "Tbe"
     index: int
@@ -172,11 +155,7 @@ class TbeShard:
         return bool(self.tbe.module.reverse_qparam)
 
     def memory(self, width: int) -> torch.Tensor:
-        """The rows' live memory [rows, width], without padding.
-
-        Raises:
-            Contradiction: the memory cannot be written.
-        """
+        """The rows' live memory [rows, width], without padding; a Contradiction if it cannot be written."""
         self.tbe.check()
         location = self._spec[4].name
         if location not in _WRITABLE:
@@ -199,12 +178,7 @@ class TbeShard:
 
 @dataclass(eq=False)
 class Tbe:
-    """One of a module's TBEs.
-
-    Attributes:
-        name: its name in errors.
-        module: fbgemm's module.
-    """
+    """One of a module's TBEs, with its name in errors."""
 
     name: str
     module: Any
@@ -217,11 +191,7 @@ class Tbe:
         return self.module.weights_host, self.module.weights_dev, self.module.weights_uvm
 
     def check(self) -> None:
-        """Check that the TBE's rows can be written, and that lookups read them.
-
-        Raises:
-            Contradiction: the TBE is of a kind that is not supported.
-        """
+        """Raise Contradiction if the rows cannot be written, or lookups would not read them."""
         module = self.module
         pruned = any(getattr(module, name).numel() for name in _PRUNING)
         if pruned or module.index_remapping_hash_table_cpu is not None:
@@ -233,11 +203,7 @@ class Tbe:
             raise Contradiction(f"{self.name} has {size} bytes of scale and bias in a row, expected 4")
 
     def view(self, index: int) -> torch.Tensor:
-        """The live memory of table `index`: uint8 [rows, bytes of a row with padding].
-
-        Raises:
-            Contradiction: there is no memory, or it cannot be written.
-        """
+        """The live memory of table `index`: uint8 [rows, bytes of a row with padding]."""
         # Create views only after a move, because fbgemm always creates the views of all tables.
         lies = tuple((each.data_ptr(), each.numel()) for each in self.memory)
         if lies != self._viewed:

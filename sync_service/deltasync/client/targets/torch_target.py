@@ -159,11 +159,7 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
         self._followed = tables
 
     def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
-        """Check that the first release has the module's maps, and log parts of the module that no table updates.
-
-        Raises:
-            NotFound: the module maps raw ids, and no table has the map.
-        """
+        """Refuse a first release without the module's maps, and log parts that no table updates."""
         module = self._copies[0].module
         needed = missing_maps(module, binding)
         text = "the module maps raw ids by managed collision, and no table has the map {}: update the trainer"
@@ -189,11 +185,7 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleReading(Reading):
-    """A `Reading` of a module.
-
-    Attributes:
-        module: the module, or its copy that is served now.
-    """
+    """A `Reading` of a module, or of its copy that is served now."""
 
     module: nn.Module
 
@@ -228,12 +220,7 @@ def _subject(names: list[str]) -> str:
 
 
 class ModuleCopy:
-    """A module and the places of tables in it.
-
-    Attributes:
-        module: the module.
-        binding: the places of the last release's tables.
-    """
+    """A module and the places of the last release's tables in it."""
 
     def __init__(self, module: nn.Module, leave_out: "_LeaveOut") -> None:
         self.module = module
@@ -253,11 +240,7 @@ class ModuleCopy:
         self._owners = {name: _owner_of(self.module, place) for name, place in binding.places.items()}
 
     def stage(self, release: Release) -> Callable[[], Written]:
-        """See `Copy`.
-
-        Raises:
-            Contradiction: a place cannot be written, or is no longer in the module.
-        """
+        """See `Copy`."""
         for each in compiled_modules(self.module):
             each.discard()
         rows: dict[str, list[RowBatch]] = {table.name: [] for table in release.tables if release.resets(table)}
@@ -289,11 +272,7 @@ class ModuleCopy:
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """See `Copy`.
-
-        Raises:
-            Contradiction: the table's place is no longer in the module.
-        """
+        """See `Copy`."""
         place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
         if place and self._followed:
             self._check_owner(place)
@@ -301,11 +280,7 @@ class ModuleCopy:
         return place.read(ids) if place and place.table == table else None
 
     def _check_owner(self, place: TablePlace) -> None:
-        """Check that a place is still in the module. Tensors need no check, since they are looked up by name.
-
-        Raises:
-            Contradiction: the place was replaced.
-        """
+        """Raise Contradiction if a place was replaced in the module. Tensors are looked up by name anyway."""
         name = place.table.name
         if not isinstance(place, Tensor) and _owner_of(self.module, place) is not self._owners[name]:
             raise Contradiction(
@@ -346,11 +321,9 @@ class _LeaveOut:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """Copy a module without sharing memory.
+    """Copy a module without sharing memory; a Contradiction if that is impossible.
 
-    Raises:
-        Contradiction: the module cannot be copied, the copy shares memory with it, or tensors that share memory in
-            the module do not share it in the copy.
+    Tensors that share memory in the module must share it in the copy, too.
     """
     try:
         made = copy.deepcopy(module, _memo(module))

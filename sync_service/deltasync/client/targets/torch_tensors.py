@@ -46,11 +46,7 @@ class Tensor:
         return self.check().view(self.table.rows, self.table.dim)
 
     def check(self) -> torch.Tensor:
-        """Check that the table fits the tensor; return the tensor.
-
-        Raises:
-            Contradiction: the tensor has another shape or type, or cannot be written by rows.
-        """
+        """The tensor; a Contradiction if the table does not fit, or the tensor cannot be written by rows."""
         table, tensor = self.table, named_tensor(self.module, self.name)
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
         shaped = matrix_shape(tensor.shape) == (table.rows, table.dim)
@@ -103,14 +99,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class CastTensor(Tensor):
-    """A floating-point parameter or buffer as the place of a floating-point table of another type.
+    """A floating-point tensor of `held_type` as the place of a floating-point table of another type.
 
-    The tensor has the rows in a narrower or wider type. If they are unchanged, `read` returns the original rows,
-    otherwise rows with a flipped bit. For embedding tables the cast is exact. For other tables, the original rows
-    are stored beside the module.
-
-    Attributes:
-        held_type: the type that the tensor must have.
+    If the tensor's rows are unchanged, `read` returns the original rows, otherwise rows with a flipped bit. For
+    embedding tables the cast is exact. For other tables, the original rows are stored beside the module.
     """
 
     held_type: torch.dtype
@@ -184,12 +176,7 @@ def casts(table: TableSpec, dtype: torch.dtype, types: Collection[ValueType]) ->
     """Whether a tensor of type `dtype` may be the place of a table of another type.
 
     A wider type is always allowed. A narrower type is allowed for an embedding table whose rows are sent in that
-    type, and for other tables if some embedding table is sent in that type, or quantised for a TBE.
-
-    Args:
-        table: the table.
-        dtype: the tensor's type.
-        types: the value types of the consumer's embedding tables.
+    type, and for other tables if some embedding table is sent in that type, or quantised for a TBE: see `types`.
     """
     own = torch_type(table)
     if own == dtype or not (own.is_floating_point and dtype.is_floating_point):
@@ -225,26 +212,17 @@ def _form(table: TableSpec) -> str:
 
 @dataclass(frozen=True, eq=False)
 class TensorRows:
-    """The rows of a tensor [rows, width] with contiguous rows.
-
-    Attributes:
-        held: the tensor.
-    """
+    """The rows of a tensor [rows, width] with contiguous rows."""
 
     held: torch.Tensor
 
     def stage(
         self, rows: Iterable[tuple[Ids, Values]], fill: Values | None = None, *, digested: bool = False
     ) -> Callable[[], BatchDigests | None]:
-        """Prepare rows; return a function that writes them.
+        """Prepare rows, ids [n] and values [n, width]; return a function that writes them.
 
-        Args:
-            rows: ids [n] and values [n, width], of the tensor's type or another type of the same size.
-            fill: a row [1, width] that first replaces all rows; None keeps other rows.
-            digested: whether the function returns digests of the written rows in host memory.
-
-        Raises:
-            Contradiction: an id is out of range; nothing was written.
+        `fill` is a row [1, width] that first replaces all rows. With `digested`, the function returns digests of
+        the written rows in host memory.
         """
         if self._in_host_memory:
             return self._stage_in_host_memory(rows, fill, digested=digested)
@@ -326,6 +304,24 @@ def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
     attribute: Any = reduce(getattr, name.split("."), module)
     tensor: torch.Tensor = attribute.detach()
     return tensor
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, under each of their names."""
+    parameters, buffers = module.named_parameters, module.named_buffers
+    return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
+
+
+def not_saved(module: nn.Module) -> set[str]:
+    """The names of buffers that are not part of the module's state.
+
+    `state_dict` would not do: TorchRec's fails for managed collision that is sharded for inference with 4 bits.
+    """
+    return {
+        f"{owner}.{name}".removeprefix(".")
+        for owner, each in module.named_modules()
+        for name in each._non_persistent_buffers_set
+    }
 
 
 # Attributes for the wrapped module: activation checkpointing, FSDP, torch.compile, TorchRec.

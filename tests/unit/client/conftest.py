@@ -1,0 +1,3 @@
+from tests.support.shared_memory import folder
+
+__all__ = ["folder"]
