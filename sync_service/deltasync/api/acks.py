@@ -52,11 +52,7 @@ class Credit:
         return outstanding <= 0 or outstanding + size <= self.budget
 
     def take_back(self, received_bytes: int) -> None:
-        """Record the bytes that the replica has received since the stream began.
-
-        Raises:
-            InvalidInput: the number exceeds the bytes sent.
-        """
+        """Record the bytes that the replica has received since the stream began."""
         if received_bytes > self.sent_bytes:
             raise InvalidInput(f"acked {received_bytes} bytes, but only {self.sent_bytes} were sent")
         if received_bytes > self.taken_bytes:
@@ -237,11 +233,7 @@ def _at(checksums: tuple[int, ...], slot: int) -> int:
 
 
 def check_ack(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
-    """Check that an ack names only existing tables, each at most once.
-
-    Raises:
-        InvalidInput: it does not.
-    """
+    """Check that an ack names only existing tables, each at most once."""
     tables = len(forms)
     if (most := max(len(ack.sums), len(ack.unbound))) > tables:
         raise InvalidInput(f"an ack names {most} tables, but there are only {tables}")
@@ -314,11 +306,7 @@ class RepeatedRead:
         self._version, self._checksums = version, tuple(checksums)
 
     def take(self, ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
-        """Process the replica's answer.
-
-        Raises:
-            InvalidInput: the replica was not asked.
-        """
+        """Process the replica's answer."""
         if ack.read_again > self._asked:
             raise InvalidInput(f"an ack has read_again {ack.read_again}, which the service did not send")
         if ack.read_again == self._asked == self._verification.open:
@@ -348,13 +336,7 @@ _REASONS = {
 def compared(
     ack: subscribe_pb2.Ack, forms: Sequence[TableForm], checksums: Sequence[int]
 ) -> list[TableComparison]:
-    """Compare a replica's checksums with the expected ones, table by table.
-
-    Args:
-        ack: the ack with the replica's sums.
-        forms: the tables, by slot.
-        checksums: the expected sums, by slot; 0 beyond the end.
-    """
+    """Compare a replica's checksums with the expected ones, table by table."""
     sums = {each.slot: each.sum for each in ack.sums}
     expected = [*checksums, *[0] * (len(forms) - len(checksums))]
     return [
@@ -419,11 +401,7 @@ class Acks:
         self.damaged = Signal()
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
-        """Process acks until the replica ends its side of the stream.
-
-        Raises:
-            InvalidInput: a message is not an ack, or acknowledges something that was not sent.
-        """
+        """Process acks until the replica ends its side of the stream."""
         number = 0
         async for request in requests:
             if request.WhichOneof("message") != "ack":

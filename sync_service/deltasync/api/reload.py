@@ -82,14 +82,7 @@ class Reload:
 def outcome(
     before: Policies, after: Policies, configured: Sequence[ConsumerOptions], refused: Mapping[str, str]
 ) -> str:
-    """Describe the changes made by a configuration.
-
-    Args:
-        before: the consumers before.
-        after: the consumers now.
-        configured: the consumers of the configuration.
-        refused: reasons for refused changes, by consumer.
-    """
+    """Describe the changes made by a configuration."""
     names = [each.name for each in configured]
     names_by_outcome = {
         "created": [name for name in names if name in after and name not in before],

@@ -75,16 +75,7 @@ def departure(
     given_up: str = "",
     stopped: str = "",
 ) -> Departure:
-    """Classify the end of a replica's stream.
-
-    Args:
-        error: the error that ended the stream.
-        goodbye: whether the replica said goodbye.
-        instance: the replica's instance. A replica without one never says goodbye.
-        replaced: whether a newer stream has the replica's name.
-        stopped: the replica's own reason for stopping, or empty.
-        given_up: the service's reason for ending a stalled stream, or empty.
-    """
+    """Classify the end of a replica's stream."""
     if goodbye:
         return Departure(EventKind.REPLICA_LEFT, "it said goodbye")
     if replaced:

@@ -240,13 +240,8 @@ async def unless_left(
 ) -> T:
     """Run work with a check to call regularly, which raises once the result is no longer needed.
 
-    Args:
-        work: the work.
-        draining: set at shutdown.
-        check: another such check.
-        may_hang: whether the work waits for storage that may not answer. It then must not keep the process at
-            shutdown, and leaves what a crash would leave.
-        end_seconds: how long a caller that is cancelled waits for the end of the work.
+    Work that `may_hang` waits for storage that may not answer: it must not keep the process at shutdown. A caller
+    that is cancelled waits at most `end_seconds` for the end of the work.
     """
     left = False
 

@@ -36,13 +36,7 @@ class Consumers:
         registry.elsewhere = self._not_here
 
     def get(self, name: str) -> Consumer:
-        """The consumer of that name, whose model this process owns.
-
-        Raises:
-            NotFound: no consumer has that name; the message lists the others.
-            NotOwner: another process owns its model.
-            ServiceUnavailable: it is being created, or this process has lost its lease.
-        """
+        """The consumer of that name, whose model this process owns."""
         consumer = self._registry.get(name)
         self._models.owners.check(consumer.model)  # Another process may have taken it over meanwhile.
         return consumer
@@ -57,26 +51,14 @@ class Consumers:
         return [f"consumer {name!r}: {text}" for name, text in sorted(self.shortcomings.items())]
 
     async def create(self, name: str, model: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Create a consumer. If it exists with the same policy, do nothing.
-
-        Raises:
-            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
-            Contradiction: it exists for another model, or with another policy.
-            NotOwner: another process owns the model, or will own it.
-        """
+        """Create a consumer. If it exists with the same policy, do nothing."""
         check_name("consumer", name)
         await self._models.owners.claim(check_name("model", model))
         async with self._models.changing:
             return await self._create(name, model, policy, by)
 
     async def ensure(self, options: ConsumerOptions, by: str = ITSELF) -> Consumer:
-        """Create a consumer, or update the policy of an existing one if the options contain a policy.
-
-        Raises:
-            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
-            Contradiction: it exists for another model.
-            NotOwner: another process owns the model, or will own it.
-        """
+        """Create a consumer, or update the policy of an existing one if the options contain a policy."""
         await self._models.owners.claim(options.model)
         async with self._models.changing:
             existing = self._registry.consumers.get(options.name)
@@ -86,23 +68,12 @@ class Consumers:
             return await self._create(options.name, options.model, policy, by)
 
     async def update(self, name: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Change the policy of a consumer; its replicas keep their offsets.
-
-        Raises:
-            NotFound: no consumer has that name.
-            InvalidInput: a policy that does not fit the model's tables.
-        """
+        """Change the policy of a consumer; its replicas keep their offsets."""
         async with self._models.changing:
             return await self._update(name, policy, by)
 
     async def delete(self, name: str, by: str = ITSELF) -> None:
-        """Forget a consumer, its offsets, its history and its view.
-
-        Raises:
-            NotFound: no consumer has that name.
-            Contradiction: another consumer follows it.
-            ServiceUnavailable: its model is still recovering.
-        """
+        """Forget a consumer, its offsets, its history and its view."""
         async with self._models.changing:
             self._models.check_recovered(self._registry.get(name).model)
             if names := self._registry.followers_of(name):
@@ -166,10 +137,6 @@ class Consumers:
 
         A consumer that cannot follow it stays unchanged. `configure_again` retries those that a volume refused to
         write.
-
-        Raises:
-            InvalidInput: an invalid name.
-            StorageFailed: a consumer could not be written for another reason.
         """
         self.shortcomings = {}
         self._unwritten = {}

@@ -53,13 +53,7 @@ class Answers:
         self._begun = 0.0
 
     async def consumer(self, name: str) -> ConsumerStatus:
-        """The status of a consumer.
-
-        Raises:
-            NotFound: no consumer has that name.
-            NotOwner: another process owns its model.
-            ServiceUnavailable: its model is still recovering.
-        """
+        """The status of a consumer."""
         consumer = self._sources.consumers.get(name)
         self._sources.models.check_recovered(consumer.model)
         async with self._lags:
