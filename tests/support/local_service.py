@@ -24,7 +24,7 @@ from deltasync.service.backup import Backup, Backups
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.sources import ProcessState, Sources
+from deltasync.status.process import ProcessState, Sources
 from deltasync.views.view import View
 from deltasync.wire.row_messages import ReceivedRows, read_request
 

@@ -81,7 +81,7 @@ class Histories:
         self._watched = dict[str, _Watched]()  # By consumer.
 
     async def of(self, name: str, since_seconds: float, last: int, from_ns: int | None = None) -> HistoryPage:
-        """A page of at most `last` lines of a consumer: the newest of those since then, or those from `from_ns` on."""
+        """At most `last` lines of a consumer: the newest of those since then, or those from `from_ns` on."""
         log = self._models.storage.logs.of(self._consumers.get(name).model)
         watched = self._watched.get(name)
         now_ns = watched.present.watched_ns if watched else log.newest(history_stream(name))

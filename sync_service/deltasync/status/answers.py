@@ -20,17 +20,18 @@ from deltasync.status.metrics import Figures, exposition
 from deltasync.status.overview import (
     consumer_statuses,
     kept_statuses,
+    last_cuts,
     model_statuses,
     other_processes,
     rank_statuses,
     refusal_of,
     table_statuses,
     this_process,
+    version_statuses,
     volume_statuses,
 )
+from deltasync.status.process import CUTS, EVENTS, KEPT, Sources
 from deltasync.status.records import ConsumerStatus, Lag, ModelStatus, Overview
-from deltasync.status.sources import CUTS, EVENTS, KEPT, Sources
-from deltasync.status.versions import last_cuts, version_statuses
 
 # Metrics are computed at most ten times a second; requests in between share them.
 _SHARED_SECONDS = 0.1

@@ -13,7 +13,7 @@ from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.api.reload import Reload
+from deltasync.api.process import Reload
 from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions

@@ -38,7 +38,7 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import consumer_statuses, model_statuses
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 

@@ -28,7 +28,7 @@ from deltasync.service import operators
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import consumer_statuses, model_statuses
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 
 ROWS = random_rows(1)  # Those of `publish`.
 

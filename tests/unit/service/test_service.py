@@ -28,7 +28,7 @@ from deltasync.log.log_store import EmbeddedLogs, LogOptions
 from deltasync.log.records import pack_json, unpack_json
 from deltasync.service.service import Service
 from deltasync.status.lag import report
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 
 
 @in_service()

@@ -21,7 +21,7 @@ from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.volume import refused
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers, Sampler
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 from deltasync.views.decision import ReleaseOptions
 
 
