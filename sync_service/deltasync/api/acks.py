@@ -26,10 +26,6 @@ from deltasync.service.models import Models
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message
 
-# The service ends the stream of a replica that receives nothing of a release for this long, because the release
-# occupies memory. A replica with a slow target reconnects.
-QUIET_SECONDS = 120.0
-
 
 class Credit:
     """Flow control of one stream, in bytes of ids and values, with a watch for a stalled replica.
@@ -40,8 +36,9 @@ class Credit:
         taken_bytes: bytes that the replica has acknowledged.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, quiet_seconds: float = 120.0) -> None:
+        """`quiet_seconds`: see `ServiceOptions`."""
+        self.budget, self._quiet_seconds = budget, quiet_seconds
         self.sent_bytes = self.taken_bytes = 0
         self._signal = Signal()
         self._moved: float | None = None
@@ -84,7 +81,7 @@ class Credit:
         if self._moved is None:
             return Decision(True, "nothing is being sent")
         quiet = time.monotonic() - self._moved
-        if quiet > QUIET_SECONDS:
+        if quiet > self._quiet_seconds:
             return Decision(False, f"it has received nothing of its release for {quiet:.0f} s")
         return Decision(True, "it is receiving")
 
@@ -359,7 +356,7 @@ def _compared(form: TableForm, checksum: int, held: int | None, lacking: Compari
 
 
 # Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.
-_FIRST_ACKS, _ACKS_OF_A_MESSAGE, _PACE_SECONDS = 32, 2, 0.05
+_FIRST_ACKS, _ACKS_OF_A_MESSAGE = 32, 2
 
 
 class Acks:
@@ -384,12 +381,13 @@ class Acks:
         models: Models,
         credit: Credit,
         emit: Callable[[EventKind, str], None],
+        pace_seconds: float,
     ) -> None:
         self._consumer, self._replica, self._stream = consumer, replica, replica.stream
         self._registry = registry
         self._models = models
         self._credit = credit
-        self._emit = emit
+        self._emit, self._pace_seconds = emit, pace_seconds
         self.under_way = SentReleases(replica)
         self.repeated_read = RepeatedRead(replica.verification)
         self.times = DeliveryTimes(consumer, guest=replica.guest)
@@ -410,7 +408,7 @@ class Acks:
             number += 1
             del request  # Otherwise its memory would stay in use until the next one.
             if number > _FIRST_ACKS + _ACKS_OF_A_MESSAGE * self.messages:
-                await asyncio.sleep(_PACE_SECONDS)  # Meanwhile gRPC slows the replica down.
+                await asyncio.sleep(self._pace_seconds)  # Meanwhile gRPC slows the replica down.
 
     def _take(self, ack: subscribe_pb2.Ack) -> None:
         self.goodbye |= ack.goodbye

@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 # The author of consumers that the settings create.
 _SETTINGS = "the service's settings"
-# Most models recover within this time. A service that listens only afterwards need not refuse their streams.
-_SOON_SECONDS = 1.0
 
 
 class Closable(Protocol):
@@ -149,6 +147,7 @@ async def run(
     reloading: asyncio.Event | None = None,
     read: Reader | None = None,
     start_probe: StartProbe | None = None,
+    make: Callable[..., Service] = Service,
 ) -> None:
     """Run the service until `stopping` is set; whenever `reloading` is set, reload roles, consumers and limits."""
     exposure, admin_token = _checked_exposure(options), _admin_token(options)
@@ -159,13 +158,13 @@ async def run(
         certificates = CertificateFiles(files, options.look_seconds)
     logs = await open_logs(options, options.brokers) if options.brokers else None
     async with asyncio.TaskGroup() as tasks:
-        service = Service(options, tasks, logs)
+        service = make(options, tasks, logs)
         process = ProcessState(draining=service.draining)
         keep_in(options.data_dir / "kernels")
         recovery, also = asyncio.create_task(service.recovery.all()), list[asyncio.Task[None]]()
         try:
             await service.consumers.configure(options.consumers, _SETTINGS)
-            await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
+            await asyncio.wait({recovery}, timeout=options.early_seconds)
             if recovery.done():  # Raise a failure before listening.
                 await recovery
             access = Access(admin_token, roles.roles if roles else None, Audit(service.events))
@@ -276,8 +275,7 @@ def streams_of(service: Service) -> StreamCollaborators:
         volumes=service.volumes,
         events=service.events,
         draining=service.draining,
-        progress_seconds=service.options.progress_seconds,
-        silence_seconds=service.options.silence_seconds,
+        options=service.options,
     )
 
 

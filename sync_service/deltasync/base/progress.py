@@ -7,7 +7,6 @@ from weakref import WeakSet
 
 logger = logging.getLogger(__name__)
 
-_EVERY_SECONDS = 5.0
 _SOON_SECONDS = 1.0
 
 
@@ -18,14 +17,16 @@ class Progress:
         what: the work, such as "consumer 'top': comparing table 'user'".
         total: number of rows.
         unit: the unit, if not rows.
+        every_seconds: how often to log.
     """
 
-    def __init__(self, what: str, total: int, unit: str = "rows") -> None:
+    def __init__(self, what: str, total: int, unit: str = "rows", every_seconds: float = 5.0) -> None:
+        self._every_seconds = every_seconds
         self._what = what
         self._total = total
         self._unit = unit
         self._begun = time.monotonic()
-        self._due = self._begun + _EVERY_SECONDS
+        self._due = self._begun + every_seconds
         self._logged = False
         self._rows = 0
         with _lock:
@@ -40,7 +41,7 @@ class Progress:
         self._rows, now = rows, time.monotonic()
         if now >= self._due or (self._logged and rows >= self._total):
             logger.info("%s", self.description)
-            self._due, self._logged = now + _EVERY_SECONDS, True
+            self._due, self._logged = now + self._every_seconds, True
 
     @property
     def description(self) -> str:

@@ -38,6 +38,8 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 
+OpenPlace = Callable[..., Place]
+
 
 class Storage:
     """Storage of models: logs, checkpoints and memory for tables.
@@ -50,13 +52,12 @@ class Storage:
         deadline_seconds: longest time to wait for one answer of the place of a copy or a backup.
     """
 
-    def __init__(self, options: ServiceOptions, logs: Logs, *, shared: bool) -> None:
+    def __init__(self, options: ServiceOptions, logs: Logs, open_place: OpenPlace, *, shared: bool) -> None:
         self.logs, self.shared = logs, shared
-        self.place = Place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
+        self.place = open_place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
         url, self.deadline_seconds = options.checkpoints, options.storage_seconds
-        self.remote = Place(url, deadline_seconds=options.storage_seconds) if url else None
-        self._memory = TableMemory(options.table_memory)
-        self._release_memory_bytes = options.release_memory_bytes
+        self.remote = open_place(url, deadline_seconds=options.storage_seconds) if url else None
+        self._memory, self._options = TableMemory(options.table_memory), options
 
     def checkpoints_of(self, model: str) -> CheckpointStore:
         """The checkpoints of a model."""
@@ -64,8 +65,9 @@ class Storage:
 
     def model(self, name: str) -> Model:
         """Create a model without reading its log."""
-        checkpoints = self.checkpoints_of(name)
-        return Model(name, self.logs.of(name), checkpoints, self._memory, self._release_memory_bytes)
+        log, options = self.logs.of(name), self._options
+        memory_bytes, block_bytes = options.release_memory_bytes, options.release_block_bytes
+        return Model(name, log, self.checkpoints_of(name), self._memory, memory_bytes, block_bytes)
 
 
 class Models(Mapping[str, Model]):

@@ -24,9 +24,6 @@ from deltasync.model.model_store import note_removal, remove_model, remove_recor
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
 
-# The longest wait for a cut that is being applied.
-_LONGEST_SECONDS = 10.0
-
 
 @dataclass(frozen=True)
 class PendingDelete:
@@ -44,10 +41,12 @@ class Removals:
     interrupted.
     """
 
-    def __init__(self, models: Models, registry: ConsumerRegistry, events: Events) -> None:
-        self._models = models
-        self._registry = registry
-        self._events = events
+    def __init__(
+        self, models: Models, registry: ConsumerRegistry, events: Events, deletion_seconds: float
+    ) -> None:
+        """`deletion_seconds`: see `ServiceOptions`."""
+        self._models, self._registry, self._events = models, registry, events
+        self._deletion_seconds = deletion_seconds
 
     async def delete_rows(self, model: str, table: str, ids: ArrayLike, by: str = ITSELF) -> PendingDelete:
         """Ask the trainer of a model to delete rows."""
@@ -147,7 +146,7 @@ class Removals:
                     f"table {table!r} may be in the kept version that consumers follow ({listed(followers)}): let "
                     "them follow the newest version first (deltasync consumers follow NAME --live)"
                 )
-            async with _between_cuts(coordinator):
+            async with _between_cuts(coordinator, self._deletion_seconds):
                 if ranks := coordinator.publishing(table):
                     by_ranks = f"{_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"table {table!r} is published by {by_ranks}: stop the trainer first")
@@ -164,11 +163,11 @@ class Removals:
 
 
 @asynccontextmanager
-async def _between_cuts(coordinator: CutCoordinator) -> AsyncIterator[None]:
+async def _between_cuts(coordinator: CutCoordinator, seconds: float) -> AsyncIterator[None]:
     """Wait for `CutCoordinator.between_cuts`, with an error after a while: the caller blocks other changes."""
     async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(_LONGEST_SECONDS):
+            async with asyncio.timeout(seconds):
                 await stack.enter_async_context(coordinator.between_cuts())
         except TimeoutError as error:
             model = coordinator.model
