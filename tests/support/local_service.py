@@ -6,8 +6,10 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
+from tests.support.faults import Faults
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
@@ -24,7 +26,7 @@ from deltasync.service.backup import Backup, Backups
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.sources import ProcessState, Sources
+from deltasync.status.process import ProcessState, Sources
 from deltasync.views.view import View
 from deltasync.wire.row_messages import ReceivedRows, read_request
 
@@ -53,12 +55,15 @@ async def opened(
     data_dir: Path,
     listener: Callable[[Event], None] | None = None,
     clock: Callable[[], Moment] = Moment.now,
+    faults: Faults | None = None,
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """A service after recovery. `listener` gets all events from the start."""
+    faults = faults or Faults()
     async with asyncio.TaskGroup() as tasks:
         options = ServiceOptions(**{"data_dir": data_dir, "look_seconds": 0.001, **settings})
-        service = Service(options, tasks, clock=clock)
+        service = Service(options, tasks, clock=clock, **faults.collaborators)
+        _faults[service] = faults
         if listener:
             service.events.listen(listener)
         try:
@@ -71,6 +76,14 @@ async def opened(
             yield service
         finally:
             await service.drain()
+
+
+_faults = WeakKeyDictionary[Service, Faults]()
+
+
+def faults_of(service: Service) -> Faults:
+    """The calls of a service's log and places."""
+    return _faults[service]
 
 
 def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:

@@ -4,24 +4,31 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.faults import Faults
+
 from deltasync.base.clock import Durations
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore
 from deltasync.log.records import check_log
 
 
 class ManyLogs:
-    """A separate log for each model, in a folder; implements `SharedLogs`."""
+    """A separate log for each model, in a folder; implements `SharedLogs`.
+
+    Attributes:
+        faults: replaces calls of the logs.
+        fenced: why this process has lost its logs; None while it has not.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self.faults = folder, Faults()
+        self.fenced: StorageFailed | None = None
         self._open = dict[str, LogStore]()
         self.commits = Durations()
         self.accepted_risks: list[str] = []
 
     def open(self, model: str, _owner: Owner | None = None) -> LogStore:
-        log = self._open[model] = LmdbStore(LogOptions(directory=self._folder / model))
+        log = self._open[model] = self.faults.open_log(LogOptions(directory=self._folder / model))
         log.shared = True
         check_log(log)
         return log
@@ -34,7 +41,7 @@ class ManyLogs:
             self.give_up(model)
 
     def lost(self, _model: str) -> StorageFailed | None:
-        return None
+        return self.fenced
 
     def delete(self, model: str) -> None:
         shutil.rmtree(self._folder / model)

@@ -8,7 +8,16 @@ import numpy as np
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, LargeRelease, Release, ReleaseChunk, Releases
+from deltasync.model.releases import (
+    BLOCK_BYTES,
+    NO_TABLES,
+    FrozenRelease,
+    Head,
+    LargeRelease,
+    Release,
+    ReleaseChunk,
+    Releases,
+)
 
 MEMORY_BYTES = 1 << 20
 
@@ -23,11 +32,13 @@ class ChangingTables:
         releases: the releases for replicas.
     """
 
-    def __init__(self, specs: Sequence[TableSpec], memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self, specs: Sequence[TableSpec], memory_bytes: int = MEMORY_BYTES, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         self.tables = [StampedTable(spec) for spec in specs]
         self.past = [self.rows()]
         self.open = True
-        self.releases = Releases(self._run, self._state, memory_bytes)
+        self.releases = Releases(self._run, self._state, memory_bytes, block_bytes)
 
     def rows(self) -> list[bytes]:
         """The rows of each table."""

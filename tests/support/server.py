@@ -5,15 +5,18 @@ import json
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.faults import Faults
 from tests.support.http import HttpStatus
 
 from deltasync.api.process import StartProbe, run
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 
 _DEADLINE_SECONDS = 30.0
 CONSUMERS = (ConsumerOptions("predictors", "clicks"), ConsumerOptions("probes", "clicks"))
@@ -21,7 +24,11 @@ TOKEN = "secret"  # noqa: S105
 
 
 class RunningService(HttpStatus):
-    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks", and others."""
+    """`server.run` in a thread, with consumers "predictors" and "probes" of model "clicks", and others.
+
+    Attributes:
+        faults: the calls of its log and places.
+    """
 
     def __init__(
         self,
@@ -32,8 +39,10 @@ class RunningService(HttpStatus):
         policies: Mapping[str, Policy] | None = None,
         admin_token: str | None = TOKEN,
         roles: Path | None = None,
+        faults: Faults | None = None,
         **settings: Any,
     ) -> None:
+        self.faults = faults or Faults()
         named = [ConsumerOptions(name, "clicks", policy) for name, policy in (policies or {}).items()]
         self.options = ServiceOptions(
             data_dir=data_dir,
@@ -87,4 +96,5 @@ class RunningService(HttpStatus):
 
     async def _main(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        await run(self.options, self._stopping, start_probe=self.start_probe)
+        make = partial(Service, **self.faults.collaborators)
+        await run(self.options, self._stopping, start_probe=self.start_probe, make=make)

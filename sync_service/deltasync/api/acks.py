@@ -32,10 +32,6 @@ from deltasync.service.models import Models
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message
 
-# The service ends the stream of a replica that receives nothing of a release for this long, because the release
-# occupies memory. A replica with a slow target reconnects.
-QUIET_SECONDS = 120.0
-
 
 class Credit:
     """Flow control of one stream, in bytes of ids and values, with a watch for a stalled replica.
@@ -46,8 +42,9 @@ class Credit:
         taken_bytes: bytes that the replica has acknowledged.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, quiet_seconds: float = 120.0) -> None:
+        """`quiet_seconds`: see `ServiceOptions`."""
+        self.budget, self._quiet_seconds = budget, quiet_seconds
         self.sent_bytes = self.taken_bytes = 0
         self._signal = Signal()
         self._moved: float | None = None
@@ -58,11 +55,7 @@ class Credit:
         return outstanding <= 0 or outstanding + size <= self.budget
 
     def take_back(self, received_bytes: int) -> None:
-        """Record the bytes that the replica has received since the stream began.
-
-        Raises:
-            InvalidInput: the number exceeds the bytes sent.
-        """
+        """Record the bytes that the replica has received since the stream began."""
         if received_bytes > self.sent_bytes:
             raise InvalidInput(f"acked {received_bytes} bytes, but only {self.sent_bytes} were sent")
         if received_bytes > self.taken_bytes:
@@ -94,7 +87,7 @@ class Credit:
         if self._moved is None:
             return Decision(True, "nothing is being sent")
         quiet = time.monotonic() - self._moved
-        if quiet > QUIET_SECONDS:
+        if quiet > self._quiet_seconds:
             return Decision(False, f"it has received nothing of its release for {quiet:.0f} s")
         return Decision(True, "it is receiving")
 
@@ -243,11 +236,7 @@ def _at(checksums: tuple[int, ...], slot: int) -> int:
 
 
 def check_ack(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
-    """Check that an ack names only existing tables, each at most once.
-
-    Raises:
-        InvalidInput: it does not.
-    """
+    """Check that an ack names only existing tables, each at most once."""
     tables = len(forms)
     if (most := max(len(ack.sums), len(ack.unbound))) > tables:
         raise InvalidInput(f"an ack names {most} tables, but there are only {tables}")
@@ -320,11 +309,7 @@ class RepeatedRead:
         self._version, self._checksums = version, tuple(checksums)
 
     def take(self, ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
-        """Process the replica's answer.
-
-        Raises:
-            InvalidInput: the replica was not asked.
-        """
+        """Process the replica's answer."""
         if ack.read_again > self._asked:
             raise InvalidInput(f"an ack has read_again {ack.read_again}, which the service did not send")
         if ack.read_again == self._asked == self._verification.open:
@@ -354,13 +339,7 @@ _REASONS = {
 def compared(
     ack: subscribe_pb2.Ack, forms: Sequence[TableForm], checksums: Sequence[int]
 ) -> list[TableComparison]:
-    """Compare a replica's checksums with the expected ones, table by table.
-
-    Args:
-        ack: the ack with the replica's sums.
-        forms: the tables, by slot.
-        checksums: the expected sums, by slot; 0 beyond the end.
-    """
+    """Compare a replica's checksums with the expected ones, table by table."""
     sums = {each.slot: each.sum for each in ack.sums}
     expected = [*checksums, *[0] * (len(forms) - len(checksums))]
     return [
@@ -383,7 +362,7 @@ def _compared(form: TableForm, checksum: int, held: int | None, lacking: Compari
 
 
 # Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.
-_FIRST_ACKS, _ACKS_OF_A_MESSAGE, _PACE_SECONDS = 32, 2, 0.05
+_FIRST_ACKS, _ACKS_OF_A_MESSAGE = 32, 2
 
 
 class Acks:
@@ -408,12 +387,13 @@ class Acks:
         models: Models,
         credit: Credit,
         emit: Callable[[EventKind, str], None],
+        pace_seconds: float,
     ) -> None:
         self._consumer, self._replica, self._stream = consumer, replica, replica.stream
         self._registry = registry
         self._models = models
         self._credit = credit
-        self._emit = emit
+        self._emit, self._pace_seconds = emit, pace_seconds
         self.under_way = SentReleases(replica)
         self.repeated_read = RepeatedRead(replica.verification)
         self.times = DeliveryTimes(consumer, guest=replica.guest)
@@ -425,11 +405,7 @@ class Acks:
         self.damaged = Signal()
 
     async def run(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
-        """Process acks until the replica ends its side of the stream.
-
-        Raises:
-            InvalidInput: a message is not an ack, or acknowledges something that was not sent.
-        """
+        """Process acks until the replica ends its side of the stream."""
         number = 0
         async for request in requests:
             if request.WhichOneof("message") != "ack":
@@ -438,7 +414,7 @@ class Acks:
             number += 1
             del request  # Otherwise its memory would stay in use until the next one.
             if number > _FIRST_ACKS + _ACKS_OF_A_MESSAGE * self.messages:
-                await asyncio.sleep(_PACE_SECONDS)  # Meanwhile gRPC slows the replica down.
+                await asyncio.sleep(self._pace_seconds)  # Meanwhile gRPC slows the replica down.
 
     def _take(self, ack: subscribe_pb2.Ack) -> None:
         self.goodbye |= ack.goodbye

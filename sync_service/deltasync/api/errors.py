@@ -37,12 +37,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncErr
 
 
 def error_response(error: DeltasyncError, path: str = "") -> JSONResponse:
-    """Answer a request with an error, or redirect the client to the model's owner.
-
-    Args:
-        error: the error.
-        path: raw path and query of the request; empty = do not redirect the client.
-    """
+    """Answer a request with an error, or redirect a client that asked for `path` to the model's owner."""
     owner = error.owner if isinstance(error, NotOwner) else None
     location = {"Location": owner.http + path} if owner and path else {}
     status = http_status(error) if location or not isinstance(error, NotOwner) else 503

@@ -81,11 +81,7 @@ class HttpListener(socket.socket):
         self._limits, self._of_peer = limits, Counter[str]()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; return it with its peer's address.
-
-        Raises:
-            ConnectionAbortedError: it is beyond a limit. The event loop continues with the next one.
-        """
+        """Accept a connection; return it with its peer's address."""
         connection, address = super().accept()
         peer = network_of(str(address[0]))
         try:

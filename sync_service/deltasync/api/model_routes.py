@@ -1,22 +1,33 @@
-"""Models, tables, ranks, versions and pending deletes over HTTP."""
+"""Models, tables, ranks, versions, also kept ones, and pending deletes over HTTP."""
 
 import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
 from deltasync.access.roles import author
-from deltasync.api.requests import DeleteBody, EncodedRoute
+from deltasync.api.operation_routes import Collaborators
+from deltasync.api.requests import DeleteBody, EncodedRoute, KeepBody, RollbackBody, while_wanted
 from deltasync.base.errors import NotFound
 from deltasync.core.cut_times import KEPT_CUTS
 from deltasync.service.models import Models
 from deltasync.service.operators import PendingDelete, Removals
+from deltasync.service.rollback import roll_back
 from deltasync.status.answers import Answers
-from deltasync.status.overview import process_statuses, rank_statuses, table_statuses
+from deltasync.status.overview import (
+    kept_status,
+    last_cuts,
+    process_statuses,
+    rank_statuses,
+    table_statuses,
+    version_statuses,
+)
 from deltasync.status.records import (
     ConsumerStatus,
+    KeptStatus,
     ModelStatus,
     ProcessStatus,
     RankStatus,
@@ -24,7 +35,6 @@ from deltasync.status.records import (
     TableStatus,
     VersionStatus,
 )
-from deltasync.status.versions import last_cuts, version_statuses
 
 _Model = Annotated[str | None, Query(description="Only this model.")]
 _Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Maximum number of versions of each model.")]
@@ -131,3 +141,53 @@ def _consumers(table: TableStatus, consumers: Iterable[ConsumerStatus]) -> list[
 def _delete(pending: PendingDelete) -> DeleteStatus:
     request = pending.request
     return DeleteStatus(pending.model, request.table, len(request.ids), request.number, pending.reason)
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """The newest version of a model after a rollback."""
+
+    model: str
+    version: int
+
+
+def version_routes(on: Collaborators) -> APIRouter:
+    """The routes of kept versions."""
+    router, versions = APIRouter(route_class=EncodedRoute), on.versions
+
+    @router.get("/models/{name}/versions", response_model=list[KeptStatus])
+    async def kept_versions(name: str) -> Response:
+        """The kept versions of a model, oldest first."""
+        kept, followers = await versions.kept(name), versions.followers_of(name)
+
+        def answer() -> str:
+            lines = (vars(kept_status(each, followers, own)) for each, own in kept)
+            return f"[{','.join(map(json.dumps, lines))}]"
+
+        # In a thread, and line by line, because cuts must not wait for thousands of lines.
+        return Response(await asyncio.to_thread(answer), media_type="application/json")
+
+    @router.post("/models/{name}/versions")
+    async def keep(name: str, request: Request, body: KeepBody | None = None) -> KeptStatus:
+        """Keep the newest version of a model. Needs role admin."""
+        keeping = versions.keep(name, body.name if body else "", author())
+        kept = await while_wanted(request, on.draining, keeping)
+        return kept_status(kept, {}, 0)
+
+    @router.delete("/models/{name}/versions/{version}", status_code=204)
+    async def release(name: str, version: str) -> None:
+        """Stop keeping a version, given by its name or number. Needs role admin."""
+        await versions.release(name, version, author())
+
+    @router.post("/models/{name}/rollback")
+    async def rollback(name: str, body: RollbackBody, request: Request) -> RolledBack:
+        """Make the rows of a kept version the newest version of a model. Needs role admin.
+
+        Replicas of consumers that follow the newest version get them. The running trainer is stopped. With
+        `accept_any` the service also admits trainers without a DeltaSync state.
+        """
+        rolled_back = roll_back(on.models, name, body.version, on.events, author(), accept_any=body.accept_any)
+        position = await while_wanted(request, on.draining, rolled_back)
+        return RolledBack(name, position.number)
+
+    return router

@@ -23,7 +23,7 @@ from deltasync.base.words import printable, utc
 from deltasync.checkpoints.manifest import FORMAT as CHECKPOINT_FORMAT
 from deltasync.log.records import FORMAT as LOG_FORMAT
 from deltasync.status.answers import Sampler
-from deltasync.status.readiness import checks, not_ready, troubles
+from deltasync.status.process import checks, not_ready, troubles
 from deltasync.status.records import Check, Overview
 from deltasync.wire.errors import PROTOCOL
 

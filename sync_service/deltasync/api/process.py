@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from deltasync.access.audit import Audit
+from deltasync.access.limits import Limits
 from deltasync.access.rights import Access, RolesFile
 from deltasync.access.roles import checked_token
 from deltasync.access.tls import CertificateFiles, TlsOptions
@@ -28,10 +29,9 @@ from deltasync.api.grpc_server import bind_grpc, not_bound
 from deltasync.api.http_server import HttpListener, HttpProtocol, end_silent
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.publish import PublishServicer
-from deltasync.api.reload import Reader, Reload
 from deltasync.api.subscribe import StreamCollaborators, SubscribeServicer
 from deltasync.base.addresses import may_listen, with_port
-from deltasync.base.errors import InvalidInput, ServiceUnavailable
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.logs import Progress
 from deltasync.base.process import (
@@ -42,25 +42,27 @@ from deltasync.base.process import (
     spare_imports,
     write_no_core,
 )
+from deltasync.base.settings import changed
 from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.cluster.shared_owners import SharedOwners
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.log.brokers import BrokerOptions, connect
 from deltasync.log.jetstream_logs import JetStreamLogs
 from deltasync.log.volume import refused
+from deltasync.service.consumers import Consumers, ProbeStatus, probe_of
 from deltasync.service.options import ServiceOptions
-from deltasync.service.self_test import ProbeStatus, probe_of
 from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
-from deltasync.status.sources import ProcessState, Sources
+from deltasync.status.process import ProcessState, Sources
 
 logger = logging.getLogger(__name__)
 
 # The author of consumers that the settings create.
 _SETTINGS = "the service's settings"
-# Most models recover within this time. A service that listens only afterwards need not refuse their streams.
-_SOON_SECONDS = 1.0
 
 
 class Closable(Protocol):
@@ -70,6 +72,12 @@ class Closable(Protocol):
         """Stop; blocks."""
 
 
+# Reads all settings again. Blocks, and raises InvalidInput if they are wrong.
+Reader = Callable[[], ServiceOptions]
+# Reloads the roles file. Raises nothing.
+RolesReload = Callable[[], Awaitable[None]]
+# Model and policy by consumer.
+Policies = Mapping[str, tuple[str, Policy]]
 # Starts a probe, given the gRPC address and the status to update.
 StartProbe = Callable[[str, ProbeStatus], Closable]
 
@@ -139,6 +147,7 @@ async def run(
     reloading: asyncio.Event | None = None,
     read: Reader | None = None,
     start_probe: StartProbe | None = None,
+    make: Callable[..., Service] = Service,
 ) -> None:
     """Run the service until `stopping` is set; whenever `reloading` is set, reload roles, consumers and limits."""
     exposure, admin_token = _checked_exposure(options), _admin_token(options)
@@ -149,13 +158,13 @@ async def run(
         certificates = CertificateFiles(files, options.look_seconds)
     logs = await open_logs(options, options.brokers) if options.brokers else None
     async with asyncio.TaskGroup() as tasks:
-        service = Service(options, tasks, logs)
+        service = make(options, tasks, logs)
         process = ProcessState(draining=service.draining)
         keep_in(options.data_dir / "kernels")
         recovery, also = asyncio.create_task(service.recovery.all()), list[asyncio.Task[None]]()
         try:
             await service.consumers.configure(options.consumers, _SETTINGS)
-            await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
+            await asyncio.wait({recovery}, timeout=options.early_seconds)
             if recovery.done():  # Raise a failure before listening.
                 await recovery
             access = Access(admin_token, roles.roles if roles else None, Audit(service.events))
@@ -266,8 +275,7 @@ def streams_of(service: Service) -> StreamCollaborators:
         volumes=service.volumes,
         events=service.events,
         draining=service.draining,
-        progress_seconds=service.options.progress_seconds,
-        silence_seconds=service.options.silence_seconds,
+        options=service.options,
     )
 
 
@@ -465,3 +473,78 @@ async def _among_others(service: Service, where: Addresses) -> AsyncIterator[Non
     finally:
         with contextlib.suppress(OSError, asyncio.TimeoutError):  # The brokers may already be gone.
             await client.close()
+
+
+_BY = "SIGHUP"
+
+
+class Reload:
+    """Applies a changed configuration. For the event loop."""
+
+    def __init__(
+        self,
+        options: ServiceOptions,
+        consumers: Consumers,
+        registry: ConsumerRegistry,
+        limits: Limits,
+        events: Events,
+    ) -> None:
+        self._options = options
+        self._consumers, self._registry, self._limits, self._events = consumers, registry, limits, events
+
+    async def run(
+        self, hung_up: asyncio.Event, read: Reader | None, reload_roles: RolesReload | None = None
+    ) -> None:
+        """Reload roles and configuration whenever `hung_up` is set, until cancelled. Survives all errors."""
+        while True:
+            await hung_up.wait()
+            hung_up.clear()
+            if reload_roles:
+                await reload_roles()
+            if read is None:
+                text = "no configuration file; start the service with --config to reload consumers and limits"
+                self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
+                continue
+            try:
+                reloaded = await asyncio.to_thread(read)
+            except DeltasyncError as error:
+                self._events.emit(EventKind.CONFIGURATION_REFUSED, "nothing changed", error)
+            except Exception as error:  # noqa: BLE001  # must not end the service
+                self._events.emit(EventKind.FAILED, "cannot read the configuration", error)
+            else:
+                await self._configure(reloaded)
+
+    async def _configure(self, settings: ServiceOptions) -> None:
+        options, limits = settings.consumers, self._limits.take(settings.limits)
+        _, later = changed(self._options, settings)
+        before, failure = self._policies(), None
+        try:
+            await self._consumers.configure(options, _BY)
+        except Exception as error:  # noqa: BLE001  # must not end the service
+            failure = error
+        consumers = outcome(before, self._policies(), options, self._consumers.shortcomings)
+        restart = f"after the next start: {', '.join(later)}" if later else ""
+        text = "; ".join(filter(None, [limits, consumers, restart]))
+        if failure:
+            self._events.emit(EventKind.FAILED, f"only part of the configuration was applied: {text}", failure)
+        else:
+            self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
+
+    def _policies(self) -> Policies:
+        return {name: (each.model, each.policy) for name, each in self._registry.consumers.items()}
+
+
+def outcome(
+    before: Policies, after: Policies, configured: Sequence[ConsumerOptions], refused: Mapping[str, str]
+) -> str:
+    """Describe the changes made by a configuration."""
+    names = [each.name for each in configured]
+    names_by_outcome = {
+        "created": [name for name in names if name in after and name not in before],
+        "changed": [name for name in names if name in before and after.get(name) != before[name]],
+        "unchanged": [name for name in names if after.get(name) == before.get(name) and name not in refused],
+        "refused": [name for name in names if name in refused],
+        "not in the configuration and unchanged": sorted(after.keys() - names),
+    }
+    words = "; ".join(f"{what}: {', '.join(some)}" for what, some in names_by_outcome.items() if some)
+    return words or "no consumers"

@@ -112,12 +112,7 @@ class _RankStream:
 
 
 async def add(session: PublishSession, received: ReceivedRows[publish_pb2.PartClose]) -> Position | None:
-    """Add rows to a rank's part of a cut. Returns the position of the cut if its part came whole.
-
-    Raises:
-        InvalidInput: the rows do not match the rank's opening message, or are too many.
-        DeltasyncError: see `PublishSession.add` and `PublishSession.close`.
-    """
+    """Add rows to a rank's part of a cut. Returns the position of the cut if its part came whole."""
     size = 0
     for number, (slot, columns) in enumerate(received.rows, 1):
         size += columns.size

@@ -39,11 +39,7 @@ class EncodedRoute(APIRoute):
         return match, {**inner, "path_params": names}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
-
-        Raises:
-            InvalidInput: the route does not have a query parameter.
-        """
+        """Answer a request."""
         parameters = {each.alias for each in self.dependant.query_params}
         unknown = sorted(Request(scope).query_params.keys() - parameters)
         # Public routes accept any, as monitors and links often add some.
@@ -214,11 +210,7 @@ T = TypeVar("T")
 
 
 async def while_wanted(request: Request, draining: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """Run the work of a request after reading its body. Cancel it if the client hangs up or `draining` is set.
-
-    Raises:
-        ServiceUnavailable: the work was cancelled.
-    """
+    """Run the work of a request after reading its body. Cancel it if the client hangs up or `draining` is set."""
     working = asyncio.create_task(work)
     gone, ending = asyncio.create_task(_gone(request)), asyncio.create_task(draining.wait())
     try:

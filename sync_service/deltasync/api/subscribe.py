@@ -36,9 +36,10 @@ from deltasync.core.rows import DamagedRows
 from deltasync.core.seal import event_time_of
 from deltasync.core.table_form import TableForm
 from deltasync.model.feed import Feed
-from deltasync.model.releases import BLOCK_BYTES, FrozenRelease, Head, LargeRelease, Release
+from deltasync.model.releases import FrozenRelease, Head, LargeRelease, Release
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
+from deltasync.service.options import ServiceOptions
 from deltasync.service.volumes import Volumes
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import (
@@ -75,16 +76,7 @@ def departure(
     given_up: str = "",
     stopped: str = "",
 ) -> Departure:
-    """Classify the end of a replica's stream.
-
-    Args:
-        error: the error that ended the stream.
-        goodbye: whether the replica said goodbye.
-        instance: the replica's instance. A replica without one never says goodbye.
-        replaced: whether a newer stream has the replica's name.
-        stopped: the replica's own reason for stopping, or empty.
-        given_up: the service's reason for ending a stalled stream, or empty.
-    """
+    """Classify the end of a replica's stream."""
     if goodbye:
         return Departure(EventKind.REPLICA_LEFT, "it said goodbye")
     if replaced:
@@ -178,8 +170,6 @@ def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
 
 
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
-# Interval between checks for stalled replicas.
-_WATCH_SECONDS = 5.0
 
 # Chunks are encoded once and sent to every replica as bytes.
 Responses: TypeAlias = AsyncGenerator[subscribe_pb2.SubscribeResponse | bytes, None]
@@ -187,13 +177,7 @@ Responses: TypeAlias = AsyncGenerator[subscribe_pb2.SubscribeResponse | bytes, N
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCollaborators:
-    """The parts of the service that streams use.
-
-    Attributes:
-        draining: set at shutdown.
-        progress_seconds: see `ServiceOptions`.
-        silence_seconds: see `ServiceOptions`.
-    """
+    """The parts of the service that streams use; `draining` is set at shutdown."""
 
     models: Models
     registry: ConsumerRegistry
@@ -202,8 +186,7 @@ class StreamCollaborators:
     volumes: Volumes
     events: Events
     draining: asyncio.Event
-    progress_seconds: float
-    silence_seconds: float
+    options: ServiceOptions
 
 
 class ReplicaStream:
@@ -211,7 +194,7 @@ class ReplicaStream:
 
     def __init__(self, service: StreamCollaborators, message: subscribe_pb2.SubscribeOpen) -> None:
         self._models, self._consumers = service.models, service.consumers
-        self._draining, self._progress_seconds = service.draining, service.progress_seconds
+        self._draining, self._options = service.draining, service.options
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
         self._claim = position_from_message(message.held)
@@ -224,8 +207,16 @@ class ReplicaStream:
         self._replica.guest = message.guest
         self._emit = partial(service.events.emit, consumer=self._consumer.name, replica=self._replica.name)
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
-        self._credit = Credit(min(budget, service.limits.options.outstanding_bytes))
-        self._acks = Acks(self._consumer, self._replica, self._registry, self._models, self._credit, self._emit)
+        self._credit = Credit(min(budget, service.limits.options.outstanding_bytes), self._options.quiet_seconds)
+        self._acks = Acks(
+            self._consumer,
+            self._replica,
+            self._registry,
+            self._models,
+            self._credit,
+            self._emit,
+            self._options.ack_pace_seconds,
+        )
         self._given_up = ""  # Why the service ended a stalled stream.
         # The first release requests checksums, even if the replica is up to date.
         self._asked = False
@@ -278,7 +269,7 @@ class ReplicaStream:
     async def _watch(self, stream: asyncio.Task[Any] | None) -> None:
         """End a stalled stream. It may be blocked inside gRPC, so another task has to cancel it."""
         while stream:
-            await asyncio.sleep(_WATCH_SECONDS)
+            await asyncio.sleep(self._options.watch_seconds)
             if not (decision := self._credit.decision).yes:
                 self._given_up = decision.reason
                 stream.cancel()
@@ -382,7 +373,7 @@ class ReplicaStream:
             if isinstance(release, LargeRelease):
                 copying = release.begin()
                 while not isinstance(release, FrozenRelease):
-                    await self._room_for(min(BLOCK_BYTES, self._credit.budget // 4), release)
+                    await self._room_for(min(self._options.release_block_bytes, self._credit.budget // 4), release)
                     copied = asyncio.ensure_future(copying.next())
                     await self._wait_until_done(copied)
                     self._check_forms()
@@ -441,7 +432,7 @@ class ReplicaStream:
         """Wait briefly for one of the events. If the ack stream has ended, end this stream too."""
         limit = self._consumer.policy.ready_within_seconds
         # Send the next message well within the limit.
-        seconds = min(self._progress_seconds, limit / 4) if limit else self._progress_seconds
+        seconds = min(self._options.progress_seconds, limit / 4) if limit else self._options.progress_seconds
         await first_of(*events, seconds=seconds, tasks=(self._ack_reader, self._stop))
         if self._ack_reader.done():
             self._ack_reader.result()
@@ -494,7 +485,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
 
     def __init__(self, service: StreamCollaborators) -> None:
         self._service = service
-        alive = tables_pb2.Alive(within_seconds=service.silence_seconds)
+        alive = tables_pb2.Alive(within_seconds=service.options.silence_seconds)
         self._alive = subscribe_pb2.SubscribeResponse(alive=alive)
 
     async def Subscribe(  # type: ignore[override]  # gRPC also accepts this kind of handler

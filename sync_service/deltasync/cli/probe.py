@@ -26,7 +26,7 @@ from deltasync.client import (
     TableSpec,
     Written,
 )
-from deltasync.service.self_test import PATIENCE_SECONDS, ProbeStatus
+from deltasync.service.consumers import PATIENCE_SECONDS, ProbeStatus
 
 logger = logging.getLogger(__name__)
 

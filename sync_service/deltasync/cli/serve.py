@@ -16,7 +16,7 @@ from deltasync.service.options import ServiceOptions
 
 if TYPE_CHECKING:
     from deltasync.cli.probe import Probe
-    from deltasync.service.self_test import ProbeStatus
+    from deltasync.service.consumers import ProbeStatus
 
 check_needs(*SERVICE)
 

@@ -41,7 +41,7 @@ from deltasync.model.applied_tables import MODEL_OWNER, AppliedTables, cut_rows,
 from deltasync.model.feed import FeedStatus, TableStatus, ViewStorage, table_status
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
 from deltasync.model.recovery import ModelRecovery, ViewRecovery
-from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
+from deltasync.model.releases import BLOCK_BYTES, NO_TABLES, FrozenRelease, Head, Release, Releases
 
 T = TypeVar("T")
 _RELEASE_MEMORY_BYTES = 64 << 20
@@ -97,6 +97,7 @@ class Model:
         checkpoints: CheckpointStore,
         memory: TableMemory = RAM,
         release_memory_bytes: int = _RELEASE_MEMORY_BYTES,
+        release_block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.name = name
         self.log = log
@@ -115,7 +116,7 @@ class Model:
         self._checkpointing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
         self.tables = AppliedTables(name, self.store, memory, self.seals, self.on_thread, self._forget_releases)
-        self.releases = Releases(self.on_thread, self.tables.shown, release_memory_bytes)
+        self.releases = Releases(self.on_thread, self.tables.shown, release_memory_bytes, release_block_bytes)
 
     @property
     def history(self) -> str:

@@ -242,10 +242,13 @@ class Releases:
         followed: whether a replica has requested the rows of the newest cut or release.
     """
 
-    def __init__(self, run: Run, state: Callable[[], State | None], memory_bytes: int) -> None:
+    def __init__(
+        self, run: Run, state: Callable[[], State | None], memory_bytes: int, block_bytes: int = BLOCK_BYTES
+    ) -> None:
         """`run` runs a function on the thread that changes the tables, on which `state` returns them and the head;
-        `memory_bytes` limits all frozen releases together.
+        `memory_bytes` limits all frozen releases together, and a large one is copied in blocks of `block_bytes`.
         """
+        self.block_bytes = block_bytes
         self._run = run
         self._state = state
         self._memory_bytes = memory_bytes
@@ -319,7 +322,7 @@ class Releases:
 
     def _release(self, after: int, whole: frozenset[int], state: State) -> Release:
         tables, head = state
-        if size_after(tables, after, whole) > max(self.room, BLOCK_BYTES):
+        if size_after(tables, after, whole) > max(self.room, self.block_bytes):
             return LargeRelease(self, after, whole)
         return self.noted(freeze(tables, after, head, whole))
 
@@ -389,7 +392,7 @@ class Copying:
             self._told_after = [
                 0 if number else table.counts.newest for table, number in zip(tables, numbers, strict=True)
             ]
-            self._copying = PreCopy(tables, numbers, BLOCK_BYTES)
+            self._copying = PreCopy(tables, numbers, self._releases.block_bytes)
         elif self._tables != list(tables) or self._specs != specs:
             raise Superseded("the tables changed while they were being sent; reconnect")
         return self._block(self._copying, tables, head)
@@ -397,13 +400,13 @@ class Copying:
     def _block(
         self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None
     ) -> list[ReleaseChunk] | FrozenRelease:
-        chunks, size = list[ReleaseChunk](), 0
-        while size < BLOCK_BYTES:
-            block = copying.next_block(BLOCK_BYTES - size)
+        chunks, size, most = list[ReleaseChunk](), 0, self._releases.block_bytes
+        while size < most:
+            block = copying.next_block(most - size)
             if block is None:
                 # If rows change as fast as the replica receives them, the rest is frozen although it is large,
                 # unless other releases use all the memory for releases.
-                if copying.left_bytes <= BLOCK_BYTES or self._releases.room > 0:
+                if copying.left_bytes <= most or self._releases.room > 0:
                     return self._rest(copying, tables, head, chunks)
                 continue
             chunks += self._copied(tables, *block)

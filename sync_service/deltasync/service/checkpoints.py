@@ -18,7 +18,6 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import reading, unpack_json
 from deltasync.model.model import Model
-from deltasync.model.model_store import KEPT_SEALS
 from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.views.log import view_name
@@ -26,9 +25,6 @@ from deltasync.views.registry import ViewRegistry
 
 T = TypeVar("T")
 Check = Callable[[], None]
-# The pause after a failure doubles up to `checkpoint_seconds`. The first one also separates checkpoints while the
-# log is full.
-_FIRST_PAUSE_SECONDS = 5.0
 
 
 class Checkpoints:
@@ -121,7 +117,7 @@ class Checkpoints:
 
     def _state(self, model: Model) -> "_State":
         if model not in self._states:
-            self._states[model] = _State(model, self._options.checkpoint_seconds)
+            self._states[model] = _State(model, self._options)
         return self._states[model]
 
     def _is_due(self, model: Model, state: "_State") -> bool:
@@ -130,10 +126,10 @@ class Checkpoints:
         if model.head is None or model.tables.failed:
             return False
         if model.log.refusing:
-            return newer > 0 or now >= state.made_room + _FIRST_PAUSE_SECONDS
+            return newer > 0 or now >= state.made_room + self._options.checkpoint_retry_seconds
         return newer > 0 and (
             now >= state.due
-            or newer >= KEPT_SEALS // 2
+            or newer >= self._options.checkpoint_versions
             or model.bytes_since_checkpoint >= self._options.most_log_bytes
         )
 
@@ -240,13 +236,8 @@ async def unless_left(
 ) -> T:
     """Run work with a check to call regularly, which raises once the result is no longer needed.
 
-    Args:
-        work: the work.
-        draining: set at shutdown.
-        check: another such check.
-        may_hang: whether the work waits for storage that may not answer. It then must not keep the process at
-            shutdown, and leaves what a crash would leave.
-        end_seconds: how long a caller that is cancelled waits for the end of the work.
+    Work that `may_hang` waits for storage that may not answer: it must not keep the process at shutdown. A caller
+    that is cancelled waits at most `end_seconds` for the end of the work.
     """
     left = False
 
@@ -300,10 +291,10 @@ class _Work:
         failure: why the last run failed; empty if it succeeded.
     """
 
-    def __init__(self, most_seconds: float) -> None:
+    def __init__(self, options: ServiceOptions) -> None:
         self.turn, self.failure = asyncio.Lock(), ""
-        self._most_seconds = most_seconds
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._options = options
+        self._pause = options.checkpoint_retry_seconds
         self._next = 0.0
 
     @property
@@ -316,9 +307,9 @@ class _Work:
         self.failure = str(error) if error else ""
         if error:
             self._next = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, self._most_seconds)
+            self._pause = min(2 * self._pause, self._options.checkpoint_seconds)
         else:
-            self._pause, self._next = _FIRST_PAUSE_SECONDS, 0.0
+            self._pause, self._next = self._options.checkpoint_retry_seconds, 0.0
 
 
 class _State:
@@ -332,8 +323,8 @@ class _State:
         copied: the newest two that this process copied to the URL, oldest first.
     """
 
-    def __init__(self, model: Model, seconds: float) -> None:
-        self.writing, self.copying = _Work(seconds), _Work(seconds)
-        self.due, self.made_room, self.left_behind = time.monotonic() + seconds, 0.0, ""
+    def __init__(self, model: Model, options: ServiceOptions) -> None:
+        self.writing, self.copying = _Work(options), _Work(options)
+        self.due, self.made_room, self.left_behind = time.monotonic() + options.checkpoint_seconds, 0.0, ""
         self.written = deque([each for each in (model.checkpointed,) if each], 2)
         self.copied = deque[Manifest]([], 2)

@@ -2,19 +2,83 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from deltasync.base.arguments import check_name
+from deltasync.base.clock import steady_ns
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, LimitReached, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
-from deltasync.base.words import listed
+from deltasync.base.words import duration, listed
 from deltasync.consumers.consumer import ITSELF, Consumer, ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.feed import Feed
 from deltasync.service.models import Models
-from deltasync.service.self_test import ProbeStatus, probe_of
 from deltasync.views.registry import ViewRegistry
+
+# Name of the probe's model and of its consumer. In a cluster, each process adds its own name.
+PROBE = "deltasync-probe"
+
+# A row that takes longer counts as a failure.
+PATIENCE_SECONDS = 10.0
+
+
+def probe_of(process: str) -> str:
+    """Name of the model and consumer of a process's probe; a single process has the empty name."""
+    return f"{PROBE}-{process}" if process else PROBE
+
+
+@dataclass
+class ProbeStatus:
+    """The results of a probe. Written by its own thread, read by any.
+
+    Attributes:
+        name: name of its model and consumer.
+        every_seconds: interval between rows.
+        seconds: time from publishing the last row until the replica had it; None before the first.
+        since_ns: when that row arrived, or else when the probe began, by `steady_ns`.
+        turns: number of rows that arrived.
+        failures: number of rows that did not arrive in time.
+        failure: why the last row did not arrive; empty if it did.
+        shortcoming: why its consumer cannot be created; empty if it can.
+    """
+
+    name: str = PROBE
+    every_seconds: float = 0.0
+    seconds: float | None = None
+    since_ns: int = field(default_factory=steady_ns)
+    turns: int = 0
+    failures: int = 0
+    failure: str = ""
+    shortcoming: str = ""
+
+    def note(self, seconds: float) -> None:
+        """Record that a row has arrived."""
+        self.seconds = seconds
+        self.since_ns = steady_ns()
+        self.failure = ""
+        self.turns += 1
+
+    def note_failure(self, failure: str) -> None:
+        """Record that a row has not arrived."""
+        self.failures += 1
+        self.failure = failure
+
+    @property
+    def trouble(self) -> str:
+        """Why the probe fails; empty if a row has arrived recently."""
+        if reasons := "; ".join(filter(None, (self.failure, self.shortcoming))):
+            return reasons
+        if self.seconds is None:
+            return "no row has arrived yet"
+        late = self.age_seconds > self.every_seconds + PATIENCE_SECONDS
+        return f"no row has arrived for {duration(self.age_seconds)}" if late else ""
+
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the last row arrived, or since the probe began."""
+        return round((steady_ns() - self.since_ns) / 1e9, 3)
 
 
 class Consumers:
@@ -35,13 +99,7 @@ class Consumers:
         registry.elsewhere = self._not_here
 
     def get(self, name: str) -> Consumer:
-        """The consumer of that name, whose model this process owns.
-
-        Raises:
-            NotFound: no consumer has that name; the message lists the others.
-            NotOwner: another process owns its model.
-            ServiceUnavailable: it is being created, or this process has lost its lease.
-        """
+        """The consumer of that name, whose model this process owns."""
         consumer = self._registry.get(name)
         self._models.owners.check(consumer.model)  # Another process may have taken it over meanwhile.
         return consumer
@@ -56,26 +114,14 @@ class Consumers:
         return [f"consumer {name!r}: {text}" for name, text in sorted(self.shortcomings.items())]
 
     async def create(self, name: str, model: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Create a consumer. If it exists with the same policy, do nothing.
-
-        Raises:
-            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
-            Contradiction: it exists for another model, or with another policy.
-            NotOwner: another process owns the model, or will own it.
-        """
+        """Create a consumer. If it exists with the same policy, do nothing."""
         check_name("consumer", name)
         await self._models.owners.claim(check_name("model", model))
         async with self._models.changing:
             return await self._create(name, model, policy, by)
 
     async def ensure(self, options: ConsumerOptions, by: str = ITSELF) -> Consumer:
-        """Create a consumer, or update the policy of an existing one if the options contain a policy.
-
-        Raises:
-            InvalidInput: an invalid name, or a policy that does not fit the model's tables.
-            Contradiction: it exists for another model.
-            NotOwner: another process owns the model, or will own it.
-        """
+        """Create a consumer, or update the policy of an existing one if the options contain a policy."""
         await self._models.owners.claim(options.model)
         async with self._models.changing:
             existing = self._registry.consumers.get(options.name)
@@ -85,23 +131,12 @@ class Consumers:
             return await self._create(options.name, options.model, policy, by)
 
     async def update(self, name: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Change the policy of a consumer; its replicas keep their offsets.
-
-        Raises:
-            NotFound: no consumer has that name.
-            InvalidInput: a policy that does not fit the model's tables.
-        """
+        """Change the policy of a consumer; its replicas keep their offsets."""
         async with self._models.changing:
             return await self._update(name, policy, by)
 
     async def delete(self, name: str, by: str = ITSELF) -> None:
-        """Forget a consumer, its offsets, its history and its view.
-
-        Raises:
-            NotFound: no consumer has that name.
-            Contradiction: another consumer follows it.
-            ServiceUnavailable: its model is still recovering.
-        """
+        """Forget a consumer, its offsets, its history and its view."""
         async with self._models.changing:
             self._models.check_recovered(self._registry.get(name).model)
             if names := self._registry.followers_of(name):
@@ -165,10 +200,6 @@ class Consumers:
 
         A consumer that cannot follow it stays unchanged. `configure_again` retries those that a volume refused to
         write.
-
-        Raises:
-            InvalidInput: an invalid name.
-            StorageFailed: a consumer could not be written for another reason.
         """
         self.shortcomings = {}
         self._unwritten = {}

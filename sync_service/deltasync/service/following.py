@@ -56,15 +56,7 @@ class Following:
         self._looked = dict[str, Moment]()  # When it last looked for a later version, by consumer.
 
     async def follow(self, name: str, version: str, by: str = ITSELF) -> Consumer:
-        """Let a consumer follow a kept version, by its name or number, or the newest one ("live").
-
-        Raises:
-            NotFound: there is no such consumer, or no such kept version of its model.
-            Contradiction: the version belongs to a past that the model has discarded; or another request has
-                changed meanwhile what the consumer follows.
-            ServiceUnavailable: its model is still recovering.
-            StorageFailed: the checkpoints could not be read, or the change could not be written.
-        """
+        """Let a consumer follow a kept version, by its name or number, or the newest one ("live")."""
         if version == LIVE:  # Without waiting for object storage.
             async with self._models.changing:
                 return await self._set(self._consumers.get(name), None, "follows the newest version", by)
@@ -83,15 +75,6 @@ class Following:
 
         It begins at `version`. If that is empty, it begins at the kept version that it follows now, or else at the
         newest one that the other consumer allows.
-
-        Raises:
-            NotFound: there is no such consumer, or no such kept version of its model; or none that the other
-                consumer allows yet.
-            Contradiction: both would follow each other, or they have different models; or the version belongs to a
-                past that the model has discarded; or another request has changed meanwhile what it follows.
-            InvalidInput: the distance is longer than the history of consumers.
-            ServiceUnavailable: its model is still recovering.
-            StorageFailed: the checkpoints or the log could not be read, or the change could not be written.
         """
         longest = self._histories.keep_seconds - 2 * REPEAT_SECONDS
         if distance.behind_seconds > longest:
@@ -124,13 +107,7 @@ class Following:
             )
 
     async def object(self, name: str, reason: str, by: str = ITSELF) -> Consumer:
-        """Raise an objection to what a consumer serves. An earlier one in force keeps its start and its author.
-
-        Raises:
-            NotFound: no consumer has that name.
-            InvalidInput: the reason is empty, too long, or not printable.
-            StorageFailed: the objection could not be written.
-        """
+        """Raise an objection to what a consumer serves. An earlier one in force keeps its start and its author."""
         consumer = self._consumers.get(name)
         before = consumer.objection
         objection = Objection(self._clock().unix_ns, by, reason, before.number + 1 if before else 1)
@@ -144,11 +121,6 @@ class Following:
         """Withdraw the objection of a consumer, if one is in force.
 
         Followers then go on to versions that are kept from now on, not to earlier ones.
-
-        Raises:
-            NotFound: no consumer has that name.
-            ServiceUnavailable: its model is still recovering.
-            StorageFailed: the change could not be written.
         """
         consumer = self._consumers.get(name)
         if (objection := consumer.objection) and objection.in_force:
@@ -267,11 +239,7 @@ class Following:
         return consumer
 
     def _check_order(self, consumer: Consumer, other: Consumer) -> None:
-        """Check that a consumer may follow another one.
-
-        Raises:
-            Contradiction: they have different models, or the other one follows it.
-        """
+        """Check that a consumer may follow another one."""
         if other.model != consumer.model:
             raise Contradiction(
                 f"consumer {other.name!r} has model {other.model!r}, and consumer {consumer.name!r} has model "

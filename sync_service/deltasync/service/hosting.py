@@ -24,11 +24,7 @@ class SharedLogs(Logs, Protocol):
     """Shared logs, each owned by one process at a time. All calls block."""
 
     def open(self, model: str, owner: Owner) -> LogStore:
-        """Open a model's log for this process, and fence off its earlier owner.
-
-        Raises:
-            StorageFailed: it cannot be reached, or read.
-        """
+        """Open a model's log for this process, and fence off its earlier owner."""
 
     def close_log(self, model: str, *, written: bool) -> None:
         """Close a log; write the pending records first if `written`, otherwise refuse them."""
@@ -37,18 +33,10 @@ class SharedLogs(Logs, Protocol):
         """The reason if this process has lost an open log, or another one wrote to it; otherwise None."""
 
     def delete(self, model: str) -> None:
-        """Remove the log of a model.
-
-        Raises:
-            StorageFailed: it cannot be reached.
-        """
+        """Remove the log of a model."""
 
     def known_models(self) -> list[str]:
-        """The models that have a log.
-
-        Raises:
-            StorageFailed: brokers do not answer.
-        """
+        """The models that have a log."""
 
 
 class Hosting:
@@ -78,9 +66,6 @@ class Hosting:
         """Take over a model with its consumers: load its newest checkpoint and apply the rest of the log.
 
         If the log is incomplete, the model gets the newest complete version. After an error the model is given up.
-
-        Raises:
-            StorageFailed: its log or its checkpoints cannot be reached or read.
         """
         self._owned.add(model)
         log = self._open[model] = await in_own_thread(self._logs.open, model, owner)
@@ -115,19 +100,11 @@ class Hosting:
         self._owned.discard(model)
 
     async def save(self, model: str) -> None:
-        """Write a checkpoint, to shorten the log that the next owner has to read.
-
-        Raises:
-            DeltasyncError: it could not be written or copied.
-        """
+        """Write a checkpoint, to shorten the log that the next owner has to read."""
         await self._checkpoints.make(model)
 
     async def models_with_log(self) -> Collection[str]:
-        """The models that have a log, here or in another process.
-
-        Raises:
-            StorageFailed: brokers do not answer.
-        """
+        """The models that have a log, here or in another process."""
         return await in_own_thread(self._logs.known_models)
 
     async def look_after(self) -> None:
@@ -153,13 +130,7 @@ class Hosting:
         return models_to_recover(log, self._models.storage.checkpoints_of)
 
     async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
-        """Stop all work of this process on a model.
-
-        Args:
-            name: the model.
-            refusal: makes the error for its ranks and replicas.
-            written: whether to write pending records, which the log still accepts.
-        """
+        """Stop all work of this process on a model; `refusal` makes the error for its ranks and replicas."""
         await self._reloading.give_up(name)
         # Before taking the lock: a first cut that was just sealed needs the lock to add its model.
         if opened := self._models.opened.get(name):
@@ -183,17 +154,7 @@ class Hosting:
 
 
 async def drain_process(models: Models, name: str) -> list[str]:
-    """Hand over all models of this process and take over no new ones; return their names.
-
-    Args:
-        models: the models of this process.
-        name: name of the process to drain; empty = this one.
-
-    Raises:
-        NotOwner: it names another process; send the request there.
-        NotFound: no process has that name.
-        Contradiction: no other process could take the models.
-    """
+    """Hand over all models of process `name`, which must be this one or empty, for good; return their names."""
     owners = models.owners
     others = {each.name: each for each in owners.processes() if each.name != owners.me.name}
     if name and name != owners.me.name:

@@ -23,8 +23,6 @@ from deltasync.service.serving_history import LONGEST_LOOK_NS
 
 # A consumer at a distance goes on later than the distance if the other one pauses on the way.
 SHARE_OF_DISTANCE = 2
-# Pause before the next attempt to read the kept versions of a model.
-_READ_AGAIN_SECONDS = 10.0
 
 
 class Versions:
@@ -146,7 +144,7 @@ class Versions:
             self._watched[model] = self._watched.get(model, 0.0) + seen_seconds
             unread = model.checkpoints.known_kept is None and now.after_ns(self._unread.get(model, now)) >= 0
             if unread:
-                self._unread[model] = now.plus(_READ_AGAIN_SECONDS)
+                self._unread[model] = now.plus(self._options.kept_retry_seconds)
                 await self._read(model)
             if every is None:
                 continue

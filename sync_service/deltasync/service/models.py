@@ -38,6 +38,8 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 
+OpenPlace = Callable[..., Place]
+
 
 class Storage:
     """Storage of models: logs, checkpoints and memory for tables.
@@ -50,13 +52,12 @@ class Storage:
         deadline_seconds: longest time to wait for one answer of the place of a copy or a backup.
     """
 
-    def __init__(self, options: ServiceOptions, logs: Logs, *, shared: bool) -> None:
+    def __init__(self, options: ServiceOptions, logs: Logs, open_place: OpenPlace, *, shared: bool) -> None:
         self.logs, self.shared = logs, shared
-        self.place = Place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
+        self.place = open_place(str(options.data_dir / CHECKPOINTS), deadline_seconds=None)
         url, self.deadline_seconds = options.checkpoints, options.storage_seconds
-        self.remote = Place(url, deadline_seconds=options.storage_seconds) if url else None
-        self._memory = TableMemory(options.table_memory)
-        self._release_memory_bytes = options.release_memory_bytes
+        self.remote = open_place(url, deadline_seconds=options.storage_seconds) if url else None
+        self._memory, self._options = TableMemory(options.table_memory), options
 
     def checkpoints_of(self, model: str) -> CheckpointStore:
         """The checkpoints of a model."""
@@ -64,8 +65,9 @@ class Storage:
 
     def model(self, name: str) -> Model:
         """Create a model without reading its log."""
-        checkpoints = self.checkpoints_of(name)
-        return Model(name, self.logs.of(name), checkpoints, self._memory, self._release_memory_bytes)
+        log, options = self.logs.of(name), self._options
+        memory_bytes, block_bytes = options.release_memory_bytes, options.release_block_bytes
+        return Model(name, log, self.checkpoints_of(name), self._memory, memory_bytes, block_bytes)
 
 
 class Models(Mapping[str, Model]):
@@ -123,13 +125,7 @@ class Models(Mapping[str, Model]):
         return len(self._models)
 
     def model(self, name: str) -> Model:
-        """The model of that name.
-
-        Raises:
-            NotFound: no model has that name; the message lists the others.
-            NotOwner: another process owns it.
-            ServiceUnavailable: it is still recovering.
-        """
+        """The model of that name."""
         self.check_recovered(name)
         if name in self._models:
             return self._models[name]
@@ -167,31 +163,19 @@ class Models(Mapping[str, Model]):
     # Whether a model can be used.
 
     def check_confirmed(self) -> None:
-        """Check that this process may serve its models.
-
-        Raises:
-            ServiceUnavailable: brokers have not confirmed its lease in time.
-        """
+        """Check that this process may serve its models."""
         if not self.owners.confirmed:
             raise ServiceUnavailable("this process has lost its lease in the cluster for now; try again")
 
     def check_recovered(self, name: str) -> None:
-        """Check that a model, if there is one, can be used.
-
-        Raises:
-            ServiceUnavailable: it is being recovered or reloaded.
-        """
+        """Check that a model, if there is one, can be used."""
         self.check_reloaded(name)
         if name in self.recovering:
             text, why = f"model {name!r} is still recovering; try again", self.waits_for(name)
             raise ServiceUnavailable(text, detail=f": {why}" if why else "")
 
     def check_reloaded(self, name: str) -> None:
-        """Check that a model is not being reloaded.
-
-        Raises:
-            ServiceUnavailable: it is being reloaded; the error has the reason.
-        """
+        """Check that a model is not being reloaded."""
         if reason := self.reload_reason(name):
             text = f"model {name!r} is being reloaded from its checkpoint and the log; try again"
             raise ServiceUnavailable(text, detail=f" ({reason})")
@@ -210,11 +194,7 @@ class Models(Mapping[str, Model]):
     # Adding and ending them.
 
     async def make_views(self, model: Model) -> None:
-        """Create the missing views of a model's consumers.
-
-        Raises:
-            StorageFailed: a view's records could not be written.
-        """
+        """Create the missing views of a model's consumers."""
         for consumer in self._registry.of_model(model.name):
             await self._views.follow(consumer, model)
 
@@ -222,13 +202,6 @@ class Models(Mapping[str, Model]):
         """Add a published model with the views of its consumers, and wake tasks that wait for it.
 
         The caller holds `changing`.
-
-        Args:
-            model: a published or recovered model.
-            coordinator: coordinator of its ranks; None if it has another feed.
-
-        Raises:
-            StorageFailed: a view's records could not be written; the model is not added.
         """
         # First, because replicas of a consumer with a policy would otherwise get the model's tables without it.
         await self.make_views(model)
@@ -259,11 +232,7 @@ class Models(Mapping[str, Model]):
     async def end(self, model: Model, refusal: Callable[[], DeltasyncError] | None = None) -> None:
         """End a model and its views in this process: stop writing and sending, and free its memory.
 
-        Its log and its checkpoints stay.
-
-        Args:
-            model: a published model, or one that ranks have opened.
-            refusal: makes the error for its ranks; None: the model is deleted.
+        Its log and its checkpoints stay. `refusal` makes the error for its ranks; None = the model is deleted.
         """
         coordinator = next((each for each in self.publishers() if each.model is model), None)
         if self._models.get(model.name) is model:
@@ -341,13 +310,6 @@ class Publishing:
         """Get the coordinator of a model's ranks for a new stream, which ends with `leave`.
 
         The caller has checked the name.
-
-        Raises:
-            NotOwner: another process owns the model, or will own it.
-            ServiceUnavailable: it is still recovering.
-            Contradiction: no ranks publish this model.
-            LimitReached: there would be too many models.
-            StorageFailed: a deleted model of that name could not be removed completely.
         """
         models = self._models
         while True:
@@ -477,11 +439,7 @@ def remedy_of_last_resort(model: str) -> str:
 
 
 def ranks_of(models: Models, name: str) -> CutCoordinator:
-    """The coordinator of a model's ranks.
-
-    Raises:
-        Contradiction: no ranks publish this model.
-    """
+    """The coordinator of a model's ranks."""
     if name not in models.coordinators:
         raise Contradiction(
             f"model {name!r} is not published by ranks here: send the request to the service that they publish to"

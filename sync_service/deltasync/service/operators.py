@@ -22,9 +22,6 @@ from deltasync.model.model_store import note_removal, remove_model, remove_recor
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
 
-# The longest wait for a cut that is being applied.
-_LONGEST_SECONDS = 10.0
-
 
 @dataclass(frozen=True)
 class PendingDelete:
@@ -42,21 +39,15 @@ class Removals:
     interrupted.
     """
 
-    def __init__(self, models: Models, registry: ConsumerRegistry, events: Events) -> None:
-        self._models = models
-        self._registry = registry
-        self._events = events
+    def __init__(
+        self, models: Models, registry: ConsumerRegistry, events: Events, deletion_seconds: float
+    ) -> None:
+        """`deletion_seconds`: see `ServiceOptions`."""
+        self._models, self._registry, self._events = models, registry, events
+        self._deletion_seconds = deletion_seconds
 
     async def delete_rows(self, model: str, table: str, ids: ArrayLike, by: str = ITSELF) -> PendingDelete:
-        """Ask the trainer of a model to delete rows.
-
-        Raises:
-            NotFound: no such model, or no such table in it.
-            InvalidInput: no ids or too many, an id that is no integer or outside the table, or not an embedding
-                table.
-            Contradiction: too many deletes of the model are pending, or no ranks publish it.
-            ServiceUnavailable: the model is still recovering.
-        """
+        """Ask the trainer of a model to delete rows."""
         self._models.model(model)  # First: an unknown model needs another error than one that no ranks publish.
         coordinator = ranks_of(self._models, model)
 
@@ -80,46 +71,24 @@ class Removals:
         """Forget a replica that is away; no lag includes it any more.
 
         If it returns, it continues from its rows.
-
-        Raises:
-            NotFound: there is no such consumer, or no such replica of it.
-            Contradiction: it is connected.
         """
         await self._registry.forget(consumer, replica)
         text = "an operator removed it"
         self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer, replica=replica, by=by)
 
     async def delete_model(self, name: str, by: str) -> None:
-        """Delete a model with its tables, its log and its pending requests.
-
-        Raises:
-            NotFound: no model has that name.
-            ServiceUnavailable: it is still recovering.
-            Contradiction: a rank is connected, or a consumer follows it.
-        """
+        """Delete a model with its tables, its log and its pending requests."""
         # In a separate task, which continues if the caller disconnects.
         await asyncio.shield(asyncio.create_task(self._delete_model(name, by)))
 
     async def give_up_model(self, name: str, by: str) -> None:
         """Remove the log of a model that cannot be recovered without help. Its consumers stay, and so do its
         checkpoints until newer ones replace them. A trainer then publishes every row.
-
-        Raises:
-            NotFound: no model has that name.
-            ServiceUnavailable: it is still recovering, and may succeed.
-            Contradiction: it is recovered.
         """
         await asyncio.shield(asyncio.create_task(self._give_up_model(name, by)))
 
     async def delete_table(self, model: str, table: str, by: str) -> None:
-        """Delete a table with its rows and its pending requests; replicas and views continue without it.
-
-        Raises:
-            NotFound: there is no such model, or no such table in it.
-            ServiceUnavailable: the model is recovering, or its cuts cannot be applied.
-            Contradiction: a connected rank publishes it, another table belongs to it, or consumers that are
-                paused or follow a kept version may have it.
-        """
+        """Delete a table with its rows and its pending requests; replicas and views continue without it."""
         await asyncio.shield(asyncio.create_task(self._delete_table(model, table, by)))
 
     async def _delete_model(self, name: str, by: str) -> None:
@@ -175,7 +144,7 @@ class Removals:
                     f"table {table!r} may be in the kept version that consumers follow ({listed(followers)}): let "
                     "them follow the newest version first (deltasync consumers follow NAME --live)"
                 )
-            async with _between_cuts(coordinator):
+            async with _between_cuts(coordinator, self._deletion_seconds):
                 if ranks := coordinator.publishing(table):
                     by_ranks = f"{_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"table {table!r} is published by {by_ranks}: stop the trainer first")
@@ -192,11 +161,11 @@ class Removals:
 
 
 @asynccontextmanager
-async def _between_cuts(coordinator: CutCoordinator) -> AsyncIterator[None]:
+async def _between_cuts(coordinator: CutCoordinator, seconds: float) -> AsyncIterator[None]:
     """Wait for `CutCoordinator.between_cuts`, with an error after a while: the caller blocks other changes."""
     async with AsyncExitStack() as stack:
         try:
-            async with asyncio.timeout(_LONGEST_SECONDS):
+            async with asyncio.timeout(seconds):
                 await stack.enter_async_context(coordinator.between_cuts())
         except TimeoutError as error:
             model = coordinator.model
@@ -219,25 +188,13 @@ class ConsumerPauses:
         self._events = events
 
     async def pause(self, name: str, reason: str, by: str) -> Consumer:
-        """Pause a consumer: its replicas keep their current rows, also after a restart of the service.
-
-        Raises:
-            NotFound: no consumer has that name.
-            InvalidInput: the reason is too long, or is not printable.
-            StorageFailed: the pause could not be written; it lasts until the service ends.
-        """
+        """Pause a consumer: its replicas keep their current rows, also after a restart of the service."""
         pause, consumer = Pause.now(by, reason), self._registry.get(name)
         self._events.emit(EventKind.CONSUMER_PAUSED, reason, consumer=consumer.name, by=by)
         return await self._registry.pause(name, pause)
 
     async def resume(self, name: str, by: str) -> Consumer:
-        """Resume a consumer: its replicas get all rows that they lack.
-
-        Raises:
-            NotFound: no consumer has that name.
-            ServiceUnavailable: its model is still recovering.
-            StorageFailed: the change could not be written; the consumer stays paused.
-        """
+        """Resume a consumer: its replicas get all rows that they lack."""
         async with self._models.changing:
             consumer = self._registry.get(name)
             self._models.check_recovered(consumer.model)
@@ -267,13 +224,7 @@ _LOOK_SECONDS = 1.0
 async def verify_replica(
     registry: ConsumerRegistry, events: Events, draining: asyncio.Event, consumer: str, replica: str, by: str
 ) -> VerificationResult:
-    """Let a replica read all its rows again and compare them with the rows sent to it.
-
-    Raises:
-        NotFound: there is no such consumer, or no such replica of it.
-        Contradiction: it is away, or has no rows yet.
-        ServiceUnavailable: it disconnected, or the service is shutting down.
-    """
+    """Let a replica read all its rows again and compare them with the rows sent to it."""
     result = await _answer(registry, draining, _connected(registry, consumer, replica), consumer)
     events.emit(EventKind.REPLICA_VERIFIED, _in_words(result), consumer=consumer, replica=replica, by=by)
     return result

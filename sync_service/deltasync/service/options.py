@@ -16,6 +16,8 @@ from deltasync.checkpoints.file_storage import DEADLINE_SECONDS
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.cuts.norm_guard import NormLimit
 from deltasync.log.brokers import BrokerOptions
+from deltasync.model.model_store import KEPT_SEALS
+from deltasync.model.releases import BLOCK_BYTES
 from deltasync.views.decision import RELEASE_OPTIONS, ReleaseOptions
 
 _CHECKPOINT_BYTES = 256 << 20
@@ -60,6 +62,20 @@ class ServiceOptions:
         progress_seconds: how often a replica learns that there is nothing new; more often if its consumer has a
             readiness limit.
         silence_seconds: end a stream on which either side sends nothing for this long.
+        quiet_seconds: end the stream of a replica that receives nothing of a release for this long, because the
+            release occupies memory. A replica with a slow target reconnects.
+        watch_seconds: pause between two looks at whether a replica has stalled.
+        ack_pace_seconds: pause before the next ack of a replica that sends more than it needs.
+        housekeeping_seconds: pause between two rounds of housekeeping.
+        early_seconds: most models recover within this time. A service that listens only afterwards need not refuse
+            their streams.
+        checkpoint_retry_seconds: pause after the first failure of a checkpoint; it doubles up to
+            `checkpoint_seconds`. It also separates checkpoints while the log is full.
+        checkpoint_versions: write a checkpoint after this many versions: a seal that was dropped cannot be applied
+            again.
+        kept_retry_seconds: pause before the next attempt to list the kept versions of a model.
+        deletion_seconds: longest wait of a deletion for a cut that is being applied.
+        release_block_bytes: copy this much of a large release at a time.
         releases: how releases of consumers with a policy are made.
     """
 
@@ -225,6 +241,16 @@ class ServiceOptions:
     look_seconds: float = 1.0
     progress_seconds: float = 5.0
     silence_seconds: float = 15.0
+    quiet_seconds: float = 120.0
+    watch_seconds: float = 5.0
+    ack_pace_seconds: float = 0.05
+    housekeeping_seconds: float = 1.0
+    early_seconds: float = 1.0
+    checkpoint_retry_seconds: float = 5.0
+    checkpoint_versions: int = KEPT_SEALS // 2
+    kept_retry_seconds: float = 10.0
+    deletion_seconds: float = 10.0
+    release_block_bytes: int = BLOCK_BYTES
     releases: ReleaseOptions = RELEASE_OPTIONS
 
     def __post_init__(self) -> None:

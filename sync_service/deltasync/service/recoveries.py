@@ -28,11 +28,7 @@ from deltasync.views.registry import ViewRegistry
 
 
 def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mapping[str, Any]]:
-    """Finish interrupted removals in a log; return the records of its models, by name. Blocks.
-
-    Raises:
-        StorageFailed: a record is damaged, or the log could not be written.
-    """
+    """Finish interrupted removals in a log; return the records of its models, by name. Blocks."""
     removed = finish_removals(log, checkpoints_of) + remove_unpublished(log, checkpoints_of)
     return {name: record for name, record in recorded_models(log).items() if name not in removed}
 
@@ -217,11 +213,7 @@ class Reloading:
             self._events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
 
     async def _drop(self, model: Model) -> None:
-        """End a model until it is recovered. Its consumers and their offsets stay.
-
-        Raises:
-            StorageFailed: the log cannot be read now.
-        """
+        """End a model until it is recovered. Its consumers and their offsets stay."""
         models, name = self._models, model.name
         async with models.changing:
             if models.get(name) is model:

@@ -48,12 +48,7 @@ class _Source:
 
 @for_owner_only()
 def restore(url: str | Path, data_dir: Path) -> RestoreResult:
-    """Make a data directory from a backup or from checkpoints.
-
-    Args:
-        url: a backup; or a folder or URL with checkpoints, from which the newest of each model is restored.
-        data_dir: a new or empty folder, or one with the files of a killed restore. It is empty after an error.
-    """
+    """Make a data directory from a backup or from checkpoints."""
     source = _source(str(url))
     _check_target(data_dir)
     with lock_folder(data_dir, "wait until it ends, or choose another folder"):

@@ -44,25 +44,6 @@ async def roll_back(
     follow the newest version get all of them in one release. It needs memory for one more copy of the tables until
     the cut is sealed. If it fails, the model is as before, and the trainer may go on. Once the tables are loaded,
     it continues even if the caller is cancelled. Rollbacks of a model run one by one.
-
-    Args:
-        models: the models of the service.
-        name: the model.
-        version: name or number of the kept version.
-        events: receives the event.
-        by: who rolls back.
-        accept_any: see `Seal.accepts_any`.
-
-    Returns:
-        The position of the new version.
-
-    Raises:
-        NotFound: there is no such model, or no such kept version of it.
-        Contradiction: the version belongs to a past that the model has discarded, or no ranks publish the model in
-            this service.
-        InvalidInput: the version has a table that the model no longer has.
-        StorageFailed: the version cannot be read, or there is no room for its tables or for the cut.
-        ServiceUnavailable: the model is still recovering, or leaves this process.
     """
     model, coordinator = models.model(name), ranks_of(models, name)
     kept = find_kept(await kept_of(model), name, version)

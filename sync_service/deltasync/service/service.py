@@ -17,14 +17,14 @@ from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
 from deltasync.log.lmdb_store import LmdbStore, read_small_record
-from deltasync.log.log_store import EmbeddedLogs, LogOptions, Logs
+from deltasync.log.log_store import EmbeddedLogs, LogOptions, Logs, LogStore
 from deltasync.log.records import FORMAT_RECORD, check_format_record, check_log, check_not_missing
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
 from deltasync.service.hosting import Hosting, SharedLogs
 from deltasync.service.kept_versions import Versions
-from deltasync.service.models import Models, Publishing, Storage
+from deltasync.service.models import Models, OpenPlace, Publishing, Storage
 from deltasync.service.operators import ConsumerPauses, Removals
 from deltasync.service.options import ServiceOptions
 from deltasync.service.recoveries import Recoveries, Reloading, models_to_recover
@@ -32,7 +32,6 @@ from deltasync.service.serving_history import Histories
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 
-_SECONDS = 1.0
 # Freed memory to reuse for the next messages. The rest, for example after a flood, goes back to the system.
 _FREED_BYTES = 512 << 20
 
@@ -40,7 +39,7 @@ _FREED_BYTES = 512 << 20
 class Service:
     """The parts of a service. Created and used in one event loop. Without `logs` it opens its own log.
 
-    `clock` tells times and durations of rollouts.
+    `clock` tells times and durations of rollouts; `open_log` and `open_place` open its log and its checkpoints.
 
     Attributes:
         options: its options.
@@ -72,6 +71,8 @@ class Service:
         tasks: asyncio.TaskGroup,
         logs: Logs | None = None,
         clock: Callable[[], Moment] = Moment.now,
+        open_log: Callable[[LogOptions], LogStore] = LmdbStore,
+        open_place: OpenPlace = Place,
     ) -> None:
         self.options = options
         self.draining = asyncio.Event()
@@ -80,13 +81,13 @@ class Service:
         self.events = Events()
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
-            self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))
+            self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options, open_log)))
             self.limits.count("log_queue_bytes", self._log_queue_bytes)
             self.volumes = Volumes(self.logs, options.data_dir / CHECKPOINTS, self.events)
             # `volumes` listens first, to log the failure of a volume before its consequences.
             for listener in (self.volumes.hear, EventLog(keep=self.recent_events.add), self.event_counts):
                 self.events.listen(listener)
-            storage = Storage(options, self.logs, shared=logs is not None)
+            storage = Storage(options, self.logs, open_place, shared=logs is not None)
             recorded = [models_to_recover(log, storage.checkpoints_of) for log in self.logs.each()]
             self.registry = ConsumerRegistry(
                 self.logs, options.replica_retention_seconds, self.events, self.limits
@@ -118,7 +119,7 @@ class Service:
             clock,
             options.look_seconds,
         )
-        self.removals = Removals(self.models, self.registry, self.events)
+        self.removals = Removals(self.models, self.registry, self.events, options.deletion_seconds)
         self.pauses = ConsumerPauses(self.models, self.registry, self.views, self.events)
 
     def hosting(self, logs: SharedLogs) -> Hosting:
@@ -164,9 +165,9 @@ class Service:
         self._lock.close()
 
     async def repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
-        """Do a chore every second, until cancelled. Report its errors as events."""
+        """Do a chore again and again, until cancelled. Report its errors as events."""
         while True:
-            await asyncio.sleep(_SECONDS)
+            await asyncio.sleep(self.options.housekeeping_seconds)
             try:
                 await chore()
             except Exception as error:  # noqa: BLE001  # a failed chore must not end the service
@@ -188,7 +189,7 @@ class Service:
         return sum(log.queue.bytes for log in self.logs.each())
 
 
-def _embedded_log(options: ServiceOptions) -> Logs:
+def _embedded_log(options: ServiceOptions, open_log: Callable[[LogOptions], LogStore]) -> Logs:
     directory, checkpoints = options.data_dir / "log", options.data_dir / CHECKPOINTS
     # Before the log is opened: a start that is refused must leave everything as it is.
     check_formats(Place(str(checkpoints), deadline_seconds=None))
@@ -196,7 +197,7 @@ def _embedded_log(options: ServiceOptions) -> Logs:
         check_format_record(record)
     else:
         check_not_missing(checkpoints)
-    log = LmdbStore(LogOptions(directory=directory, max_bytes=options.log_max_bytes))
+    log = open_log(LogOptions(directory=directory, max_bytes=options.log_max_bytes))
     log.queue.limit(options.limits.log_queue_bytes)
     try:
         check_log(log)

@@ -81,18 +81,7 @@ class Histories:
         self._watched = dict[str, _Watched]()  # By consumer.
 
     async def of(self, name: str, since_seconds: float, last: int, from_ns: int | None = None) -> HistoryPage:
-        """A page of a consumer's lines.
-
-        Args:
-            name: the consumer.
-            since_seconds: how far to look back.
-            last: the page begins with the newest `last` lines, and has no more.
-            from_ns: begin with the lines from this time of the history's clock on instead; None = do not.
-
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: the log cannot be read.
-        """
+        """At most `last` lines of a consumer: the newest of those since then, or those from `from_ns` on."""
         log = self._models.storage.logs.of(self._consumers.get(name).model)
         watched = self._watched.get(name)
         now_ns = watched.present.watched_ns if watched else log.newest(history_stream(name))
@@ -109,10 +98,6 @@ class Histories:
         """The lines of a consumer of the last seconds, oldest first, and what is so now as the last one.
 
         Empty until the service has looked at the consumer.
-
-        Raises:
-            NotFound: no consumer has that name.
-            StorageFailed: the log cannot be read.
         """
         if (watched := self._watched.get(name)) is None:
             return []

@@ -20,21 +20,18 @@ from deltasync.status.metrics import Figures, exposition
 from deltasync.status.overview import (
     consumer_statuses,
     kept_statuses,
+    last_cuts,
     model_statuses,
     other_processes,
     rank_statuses,
     refusal_of,
     table_statuses,
     this_process,
+    version_statuses,
     volume_statuses,
 )
+from deltasync.status.process import CUTS, EVENTS, KEPT, Sources
 from deltasync.status.records import ConsumerStatus, Lag, ModelStatus, Overview
-from deltasync.status.sources import CUTS, EVENTS, KEPT, Sources
-from deltasync.status.versions import last_cuts, version_statuses
-
-# Metrics are computed at most ten times a second; requests in between share them.
-_SHARED_SECONDS = 0.1
-
 
 _NOTHING_NEW = "the service still serves its stored rows, but a volume refuses new ones"
 
@@ -46,20 +43,15 @@ class Answers:
     for metrics and one for lags, and leaves the others to checkpoints.
     """
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, sources: Sources, shared_seconds: float = 0.1) -> None:
+        """Requests for metrics within `shared_seconds` share them."""
+        self._sources, self._shared_seconds = sources, shared_seconds
         self._lags = asyncio.Lock()
         self._exposition: asyncio.Task[bytes] | None = None
         self._begun = 0.0
 
     async def consumer(self, name: str) -> ConsumerStatus:
-        """The status of a consumer.
-
-        Raises:
-            NotFound: no consumer has that name.
-            NotOwner: another process owns its model.
-            ServiceUnavailable: its model is still recovering.
-        """
+        """The status of a consumer."""
         consumer = self._sources.consumers.get(name)
         self._sources.models.check_recovered(consumer.model)
         async with self._lags:
@@ -99,9 +91,9 @@ class Answers:
         return statuses
 
     async def metrics(self) -> bytes:
-        """Compute the metrics as Prometheus text. Requests within 0.1 s share them."""
+        """The metrics as Prometheus text."""
         now = time.monotonic()
-        if self._exposition is None or (self._exposition.done() and now >= self._begun + _SHARED_SECONDS):
+        if self._exposition is None or (self._exposition.done() and now >= self._begun + self._shared_seconds):
             computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
             self._exposition, self._begun = asyncio.create_task(computed), now
         return await asyncio.shield(self._exposition)

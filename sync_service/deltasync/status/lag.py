@@ -26,13 +26,7 @@ from deltasync.status.records import (
 
 
 def report(consumer: Consumer, status: FeedStatus, now_unix_ns: int) -> ConsumerStatus:
-    """Compute a consumer's lag, per replica and per table.
-
-    Args:
-        consumer: the consumer; no other thread may change it during the call.
-        status: the state of its feed.
-        now_unix_ns: the current time, nanoseconds since 1970.
-    """
+    """Compute a consumer's lag, per replica and per table."""
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
     fleet = [replica for replica in replicas if not replica.guest]
     offset = consumer_offset(replicas, status.history, status.seal_of)
@@ -148,15 +142,10 @@ def measure(
     now_unix_ns: int,
     since: int | None = None,
 ) -> Lag:
-    """The lag of a replica that holds the rows of `version`.
+    """The lag of a replica that holds the rows of `version` and lacks `lacking` rows of each table.
 
-    Args:
-        version: a version.
-        seals: the stored seals, oldest first; a version whose seal was dropped counts as old as the oldest.
-        row_bytes: bytes of a row of each table on the wire.
-        lacking: number of rows of each table that the replica lacks.
-        now_unix_ns: the current time, nanoseconds since 1970.
-        since: the oldest version that it has not applied; None = the one after `version`.
+    `since` is the oldest version that it has not applied; None = the one after `version`. A version whose seal was
+    dropped counts as old as the oldest seal.
     """
     newest = seals[-1].version if seals else 0
     oldest = version + 1 if since is None else since
@@ -213,14 +202,7 @@ def _release_lag(release: ReleaseStatistics, made: Moment | None, now: int) -> R
 
 
 def fleet_state(replicas: Sequence[Replica], lag: Lag, status: FeedStatus, offset: int) -> tuple[State, str]:
-    """The state of a consumer, and the reason for it.
-
-    Args:
-        replicas: its replicas, without guests.
-        lag: the lag of the slowest replica.
-        status: the state of its feed.
-        offset: the offset of the slowest replica.
-    """
+    """The state of a consumer, and the reason for it."""
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
         text = status.unpublished or "no replica has subscribed, and none is expected to return"

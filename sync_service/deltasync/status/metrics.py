@@ -69,12 +69,7 @@ class Figures:
 
 
 def exposition(figures: Figures, now_unix_ns: int) -> bytes:
-    """Format the metrics as Prometheus text. Any thread.
-
-    Args:
-        figures: the input.
-        now_unix_ns: the current time, nanoseconds since 1970.
-    """
+    """Format the metrics as Prometheus text. Any thread."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(families(figures, now_unix_ns)))
     ProcessCollector(registry=registry)

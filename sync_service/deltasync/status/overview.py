@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from heapq import nlargest
 
 from deltasync.access.rights import Access
 from deltasync.base.clock import steady_ns
@@ -14,6 +15,7 @@ from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.cut_times import CutTimes
 from deltasync.core.seal import event_time_of
 from deltasync.cuts.coordinator import CutCoordinator, CutRefusal
 from deltasync.log.volume import Volume
@@ -23,21 +25,23 @@ from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
 from deltasync.status.lag import report
-from deltasync.status.readiness import checks, troubles
+from deltasync.status.process import Sources, checks, troubles
 from deltasync.status.records import (
     CheckpointStatus,
     ConsumerStatus,
+    Delivery,
     KeptStatus,
     ModelStatus,
     ProbeResults,
     ProcessStatus,
     RankStatus,
     RefusalStatus,
+    StageSeconds,
     State,
     TableStatus,
+    VersionStatus,
     VolumeStatus,
 )
-from deltasync.status.sources import Sources
 
 
 def volume_statuses(volumes: Sequence[Volume]) -> list[VolumeStatus]:
@@ -306,3 +310,49 @@ def kept_statuses(versions: Versions, count: int) -> list[KeptStatus]:
         lines += [kept_status(each, followers) for each in kept]
     chosen = sorted(lines, key=lambda line: (not line.followers, not line.name, -line.sealed_unix_ns))[:count]
     return sorted(chosen, key=lambda line: -line.sealed_unix_ns)
+
+
+_DIGITS = 6
+
+
+# The name of a model, and a cut of it.
+NamedCuts = list[tuple[str, CutTimes]]
+
+
+def last_cuts(models: Iterable[Model], count: int) -> NamedCuts:
+    """Copies of the last cuts of several models, for another thread. In the event loop."""
+    cuts = ((model.name, cut) for model in models for cut in model.recent.newest(count))
+    return [(name, cut.copy()) for name, cut in nlargest(count, cuts, key=lambda pair: pair[1].durable_ns)]
+
+
+def version_statuses(cuts: NamedCuts) -> list[VersionStatus]:
+    """Build a line for each cut. Any thread."""
+    now_ns = steady_ns()
+    return [_version(*each, now_ns) for each in cuts]
+
+
+def _version(model: str, cut: CutTimes, now_ns: int) -> VersionStatus:
+    deliveries = [
+        Delivery(name, each.replicas, round(each.release, _DIGITS), round(each.ack, _DIGITS))
+        for name, each in sorted(cut.deliveries.items())
+    ]
+    return VersionStatus(
+        model=model,
+        version=cut.seal.version,
+        step=cut.seal.step,
+        run=cut.seal.run,
+        rows=cut.seal.rows,
+        bytes=cut.seal.bytes,
+        sealed=utc(cut.seal.sealed_unix_ns),
+        seconds_ago=round((now_ns - cut.durable_ns) / 1e9, 3),
+        seconds=_seconds(cut, deliveries),
+        consumers=deliveries,
+    )
+
+
+def _seconds(cut: CutTimes, deliveries: list[Delivery]) -> StageSeconds:
+    parts = {name: round(seconds, _DIGITS) for name, seconds in cut.seconds.items()}
+    if deliveries:
+        slowest = max(deliveries, key=lambda each: each.release + each.ack)
+        parts |= {"release": slowest.release, "ack": slowest.ack}
+    return StageSeconds(**parts)

@@ -18,8 +18,7 @@ from deltasync.base.errors import LimitReached
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.service.consumers import Consumers
-from deltasync.service.self_test import PROBE, ProbeStatus
+from deltasync.service.consumers import PROBE, Consumers, ProbeStatus
 
 _DEADLINE_SECONDS = 30.0
 

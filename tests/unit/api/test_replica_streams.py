@@ -10,7 +10,6 @@ import pytest
 from tests.support.local_service import join, publish, run, send
 from tests.support.wire import USER, WHOLE, ack, decoded, full_part, part, random_rows, subscribe_open
 
-from deltasync.api import acks
 from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base.errors import DeltasyncError, NotFound, ServiceUnavailable, Superseded
@@ -55,9 +54,8 @@ def test_one_that_was_replaced_or_deleted_says_nothing_more_and_moves_no_offset(
 FLOOD = 10_000
 
 
-def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path) -> None:
     """What is not read, gRPC does not take from the peer either."""
-    monkeypatch.setattr(acks, "_PACE_SECONDS", 3600.0)
     read = 0
 
     async def flood() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -78,7 +76,7 @@ def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: py
         assert 32 <= read <= 32 + 2 * 2 + 1
         await responses.aclose()
 
-    run(tmp_path, scenario)
+    run(tmp_path, scenario, ack_pace_seconds=3600.0)
 
 
 async def acks_of(requests: "asyncio.Queue[subscribe_pb2.SubscribeRequest]") -> AsyncIterator[Any]:
@@ -94,7 +92,6 @@ def test_rows_of_a_large_release_are_read_as_the_replica_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And those that it holds in the end are of the version that is there by then."""
-    monkeypatch.setattr(releases, "BLOCK_BYTES", 10 * USER.row_bytes)
     read = list[int]()
 
     def noted(*arguments: Any) -> Any:
@@ -125,14 +122,11 @@ def test_rows_of_a_large_release_are_read_as_the_replica_takes_them(
         await responses.aclose()
 
     monkeypatch.setattr(releases, "copied", noted)
-    run(tmp_path, scenario, release_memory_bytes=0)
+    run(tmp_path, scenario, release_memory_bytes=0, release_block_bytes=10 * USER.row_bytes)
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
-) -> None:
-    monkeypatch.setattr(releases, "BLOCK_BYTES", 10 * USER.row_bytes)
+def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(tmp_path: Path, large: bool) -> None:
 
     async def scenario(service: Service) -> None:
         await publish(service)
@@ -152,4 +146,5 @@ def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(
         assert 15 not in sent
         assert "row 15" in model.tables.failed
 
-    run(tmp_path, scenario, release_memory_bytes=0 if large else 1 << 20)
+    memory_bytes = 0 if large else 1 << 20
+    run(tmp_path, scenario, release_memory_bytes=memory_bytes, release_block_bytes=10 * USER.row_bytes)

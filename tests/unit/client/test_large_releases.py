@@ -4,7 +4,6 @@ import asyncio
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.core.table_form import Mode, TableForm
 from deltasync.core.value_types import ValueType
-from deltasync.model import releases
 from deltasync.model.releases import FrozenRelease, ReleaseChunk
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import form_to_message
@@ -137,7 +135,7 @@ def check(replica: Replica, made: ChangingTables, model: KeyedModel) -> None:
 def test_a_target_holds_the_head_whatever_changes_while_it_is_sent(
     kind: str, before: list[Change], meanwhile: list[Change], block_bytes: int
 ) -> None:
-    model, made = KeyedModel(), ChangingTables(TABLES, memory_bytes=0)
+    model, made = KeyedModel(), ChangingTables(TABLES, memory_bytes=0, block_bytes=block_bytes)
     replica, changes = Replica(made, TARGETS[kind]()), iter(meanwhile)
 
     def change(what: Change | None) -> None:
@@ -155,13 +153,12 @@ def test_a_target_holds_the_head_whatever_changes_while_it_is_sent(
         assert replica.held == made.head
         check(replica, made, model)
 
-    with mock.patch.object(releases, "BLOCK_BYTES", block_bytes):
-        asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 def test_parts_of_a_first_copy_may_have_rows_again() -> None:
     table = TableSpec("user", 40, 3)
-    made = ChangingTables([table], memory_bytes=0)
+    made = ChangingTables([table], memory_bytes=0, block_bytes=5 * table.row_bytes)
     replica = Replica(made, NumpyTarget())
 
     def change() -> None:
@@ -175,8 +172,7 @@ def test_parts_of_a_first_copy_may_have_rows_again() -> None:
         assert replica.parts > 3
         assert replica.target.tables["user"].tobytes() == made.tables[0].rows.tobytes()
 
-    with mock.patch.object(releases, "BLOCK_BYTES", 5 * table.row_bytes):
-        asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 USER, ITEM = TableSpec("user", 10, 2), TableSpec("item", 10, 1)

@@ -13,7 +13,7 @@ from tests.support.seals import sealed
 from tests.unit.support.async_tests import in_service
 
 from deltasync.access.limits import LimitOptions
-from deltasync.api.reload import outcome
+from deltasync.api.process import outcome
 from deltasync.api.subscribe import StreamEnded, departure, superseded
 from deltasync.base.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
 from deltasync.base.events import EventKind, event_line

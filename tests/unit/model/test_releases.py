@@ -4,7 +4,6 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from deltasync.base.errors import Superseded
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.model import releases
 from deltasync.model.applied_tables import cut_rows
 from deltasync.model.releases import Copying, FrozenRelease, Head, ReleaseChunk, checksums_of, freeze
 
@@ -134,16 +132,15 @@ def test_the_parts_of_many_ranks_are_few_messages() -> None:
 # Small releases.
 
 
-def played(scenario: Callable[[], Awaitable[None]], block_bytes: int = 1) -> None:
+def played(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
         await asyncio.wait_for(scenario(), 20)
 
-    with mock.patch.object(releases, "BLOCK_BYTES", block_bytes):
-        asyncio.run(bounded())
+    asyncio.run(bounded())
 
 
 def test_replicas_that_lack_the_same_rows_share_a_release() -> None:
-    made = ChangingTables(TABLES)
+    made = ChangingTables(TABLES, block_bytes=1)
 
     async def scenario() -> None:
         made.write(0, range(9))
@@ -164,7 +161,7 @@ def test_replicas_that_lack_the_same_rows_share_a_release() -> None:
 
 
 def test_what_was_made_of_the_rows_of_a_cut_is_kept_until_the_next_one() -> None:
-    made = ChangingTables(TABLES)
+    made = ChangingTables(TABLES, block_bytes=1)
 
     async def scenario() -> None:
         made.write(0, range(9))
@@ -199,7 +196,7 @@ def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
 
 
 def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:
-    made = ChangingTables(TABLES)
+    made = ChangingTables(TABLES, block_bytes=1)
 
     async def scenario() -> None:
         made.write(0, [1])
@@ -217,7 +214,7 @@ def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:
 
 
 def test_who_waits_is_told_of_rows_that_do_not_fit_their_digests() -> None:
-    made = ChangingTables(TABLES, memory_bytes=A_BYTES)
+    made = ChangingTables(TABLES, memory_bytes=A_BYTES, block_bytes=1)
 
     async def scenario() -> None:
         made.write(0, range(9))
@@ -275,7 +272,7 @@ events = st.one_of(
 def test_a_large_release_ends_at_the_head_whatever_changes_meanwhile(
     before: list[tuple[str, object]], events: list[tuple[str, object]], block_bytes: int
 ) -> None:
-    made = ChangingTables(TABLES[:2], memory_bytes=300)
+    made = ChangingTables(TABLES[:2], memory_bytes=300, block_bytes=block_bytes)
     receivers: list[tuple[Receiver, Copying]] = []
     stalled: list[object] = []
 
@@ -313,11 +310,11 @@ def test_a_large_release_ends_at_the_head_whatever_changes_meanwhile(
         while receivers:  # Once nothing changes any more all get to an end.
             await play("take", 0)
 
-    played(scenario, block_bytes)
+    played(scenario)
 
 
 def test_rows_that_change_or_go_after_their_block_are_sent_again() -> None:
-    made = ChangingTables(TABLES[:1], memory_bytes=0)
+    made = ChangingTables(TABLES[:1], memory_bytes=0, block_bytes=10 * A_BYTES)
 
     async def scenario() -> None:
         made.write(0, range(20))
@@ -340,11 +337,11 @@ def test_rows_that_change_or_go_after_their_block_are_sent_again() -> None:
         assert third.checksums == (made.tables[0].checksum,)
         assert (live_rows(third)[0].ids.tolist(), deleted_rows(third)[0].ids.tolist()) == ([0, 3], [5, 12])
 
-    played(scenario, block_bytes=10 * A_BYTES)
+    played(scenario)
 
 
 def test_a_table_that_is_sent_whole_may_be_large() -> None:
-    made = ChangingTables(TABLES[:2], memory_bytes=0)
+    made = ChangingTables(TABLES[:2], memory_bytes=0, block_bytes=10 * A_BYTES)
 
     async def scenario() -> None:
         made.write(0, range(40))
@@ -355,12 +352,12 @@ def test_a_table_that_is_sent_whole_may_be_large() -> None:
             pass
         assert (set(piece.whole), piece.rows) == ({0}, 40)
 
-    played(scenario, block_bytes=10 * A_BYTES)
+    played(scenario)
 
 
 def test_no_more_than_a_block_is_read_at_a_time() -> None:
     """Cuts wait for one, and no longer."""
-    made = ChangingTables(TABLES[:1], memory_bytes=30 * A_BYTES)
+    made = ChangingTables(TABLES[:1], memory_bytes=30 * A_BYTES, block_bytes=10 * A_BYTES)
 
     async def scenario() -> None:
         made.write(0, range(40))
@@ -373,11 +370,11 @@ def test_no_more_than_a_block_is_read_at_a_time() -> None:
         assert (piece.nbytes, piece.rows) == (5 * A_BYTES, 45)
         assert made.releases.room == 25 * A_BYTES
 
-    played(scenario, block_bytes=10 * A_BYTES)
+    played(scenario)
 
 
 def test_the_rest_is_frozen_if_all_rows_keep_changing_and_memory_allows() -> None:
-    made = ChangingTables(TABLES[:1], memory_bytes=10 * A_BYTES)
+    made = ChangingTables(TABLES[:1], memory_bytes=10 * A_BYTES, block_bytes=5 * A_BYTES)
 
     async def taken(copying: Copying, most: int) -> FrozenRelease | None:
         for _ in range(most):
@@ -398,12 +395,12 @@ def test_the_rest_is_frozen_if_all_rows_keep_changing_and_memory_allows() -> Non
         gc.collect()
         assert await taken(second, 20)
 
-    played(scenario, block_bytes=5 * A_BYTES)
+    played(scenario)
 
 
 @pytest.mark.parametrize("change", ["added", "grown"])
 def test_no_release_goes_on_with_other_tables(change: str) -> None:
-    made = ChangingTables(TABLES[:1], memory_bytes=0)
+    made = ChangingTables(TABLES[:1], memory_bytes=0, block_bytes=10 * A_BYTES)
 
     async def scenario() -> None:
         made.write(0, range(40))
@@ -416,4 +413,4 @@ def test_no_release_goes_on_with_other_tables(change: str) -> None:
         with pytest.raises(Superseded, match="the tables changed"):
             await copying.next()
 
-    played(scenario, block_bytes=10 * A_BYTES)
+    played(scenario)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -14,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import local_service
-from tests.support.local_service import HeldWrites, join, publish, send, view_of
+from tests.support.faults import Held, HeldWrites, Hook, described, failing
+from tests.support.local_service import faults_of, join, publish, send, view_of
 from tests.support.log import log_of
 from tests.support.many_logs import ManyLogs
 from tests.support.wire import WHOLE, full_part, part, random_rows
@@ -71,7 +71,7 @@ async def process(folder: Path, name: str, url: str) -> AsyncIterator[Process]:
     async with asyncio.TaskGroup() as tasks:
         logs = ManyLogs(folder / "logs")
         options = ServiceOptions(data_dir=folder / name, checkpoints=url, keep_checkpoints=2, look_seconds=0.001)
-        service = Service(options, tasks, logs)
+        service = Service(options, tasks, logs, open_place=logs.faults.open_place)
         try:
             yield Process(service, logs, url, name)
         finally:
@@ -154,10 +154,9 @@ async def test_one_is_written_now_and_then_while_something_changes(service: Serv
         await until(lambda: versions == [1, 2])
 
 
-@in_service()
-async def test_many_versions_are_enough_too(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service(checkpoint_versions=3)
+async def test_many_versions_are_enough_too(service: Service) -> None:
     """Their bytes may never add up, but a seal that is no longer kept cannot be applied again."""
-    monkeypatch.setattr("deltasync.service.checkpoints.KEPT_SEALS", 6)
     session = await publish(service)
     with written(service) as versions:
         for step in (2, 3):
@@ -208,89 +207,65 @@ async def test_a_model_without_a_version_has_none(service: Service) -> None:
 # What fails.
 
 
-class Refusal:
-    """A place that refuses to be written to."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, url: str) -> None:
-        self.error: Exception | None = OSError(28, "No space left on device")
-        self.put, self.tries = Place.put, 0
-        patch.setattr(Place, "put", lambda place, name, content: self._put(place, name, content, url))
-
-    def _put(self, place: Place, name: str, content: bytes, url: str) -> None:
-        if place.url == url and self.error:
-            self.tries += 1
-            with place._failures(name, "written"):
-                raise self.error
-        self.put(place, name, content)
+NO_SPACE = OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
     "error", [PermissionError(13, "denied"), OSError(28, "no space"), OSError(30, "read-only")]
 )
 @in_service()
-async def test_a_folder_that_refuses_writes_stops_no_cut_and_is_told(
-    service: Service, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
+async def test_a_folder_that_refuses_writes_stops_no_cut_and_is_told(service: Service, error: OSError) -> None:
     session = await publish(service)
-    refusal = Refusal(monkeypatch, str(service.options.data_dir / "checkpoints"))
-    refusal.error = error
-    for step in (2, 3):
-        with pytest.raises(StorageFailed, match=str(error.strerror)):
-            await service.checkpoints.make(MODEL)
-        await cut(session, step, 1)
+    with faults_of(service).place.replaced(put=failing(error)):
+        for step in (2, 3):
+            with pytest.raises(StorageFailed, match=str(error.strerror)):
+                await service.checkpoints.make(MODEL)
+            await cut(session, step, 1)
     assert versions_in(log_of(service)) == {1, 2, 3}
     assert str(error.strerror) in service.checkpoints.failure(MODEL)
     (said,) = service.checkpoints.troubles
     assert said.startswith("checkpoints of model 'clicks': ")
     assert service.checkpoints.failures == 2
-    refusal.error = None
     assert (await service.checkpoints.make(MODEL)).version == 3
     assert (service.checkpoints.failure(MODEL), service.checkpoints.troubles) == ("", [])
 
 
-@in_service(checkpoint_bytes=1)
-async def test_what_fails_is_tried_again_after_pauses_that_grow(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.02)
+@in_service(checkpoint_bytes=1, checkpoint_retry_seconds=0.02)
+async def test_what_fails_is_tried_again_after_pauses_that_grow(service: Service) -> None:
     session = await publish(service)
-    refusal = Refusal(monkeypatch, str(service.options.data_dir / "checkpoints"))
     with written(service) as versions:
-        await until(lambda: service.checkpoints.failures == 3)
-        refusal.error = None
+        with faults_of(service).place.replaced(put=failing(NO_SPACE)):
+            await until(lambda: service.checkpoints.failures == 3)
         await cut(session, 2, 1)
         await until(lambda: versions == [2])
     assert service.checkpoints.failures < 10
 
 
 @in_service(checkpoints="file:///nonexistent/at", checkpoint_bytes=1)
-async def test_checkpoints_go_on_without_their_copies(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoints_go_on_without_their_copies(service: Service) -> None:
     """The log is cut by those in the data directory, since no other process goes on with it."""
-    Refusal(monkeypatch, "file:///nonexistent/at")
     session = await publish(service)
-    with written(service) as versions:
+    no_copies = faults_of(service).place.replaced(put=failing(NO_SPACE, "file:///nonexistent/at"))
+    with no_copies, written(service) as versions:
         for step in (2, 3, 4):
             await cut(session, step, 1)
             await until(lambda: bool(versions) and versions[-1] == step)  # noqa: B023
-    assert min(versions_in(log_of(service)), default=9) > 2
-    assert "at has no copy of it" in service.checkpoints.failure(MODEL)
-    with pytest.raises(NotCopied):
-        await service.checkpoints.make(MODEL)
+        assert min(versions_in(log_of(service)), default=9) > 2
+        assert "at has no copy of it" in service.checkpoints.failure(MODEL)
+        with pytest.raises(NotCopied):
+            await service.checkpoints.make(MODEL)
 
 
 @in_processes()
-async def test_a_shared_log_keeps_what_is_not_at_the_url(
-    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusal = Refusal(monkeypatch, a.place.url)
+async def test_a_shared_log_keeps_what_is_not_at_the_url(a: Process, b: Process) -> None:
     await a.take()
     session = await publish(a.service)
-    for step in (2, 3, 4):
-        with pytest.raises(NotCopied, match="has no copy of it"):
-            await a.checkpoint()
-        await cut(session, step, step)
+    with a.logs.faults.place.replaced(put=failing(NO_SPACE, a.place.url)):
+        for step in (2, 3, 4):
+            with pytest.raises(NotCopied, match="has no copy of it"):
+                await a.checkpoint()
+            await cut(session, step, step)
     assert versions_in(a.logs.of(MODEL)) == {1, 2, 3, 4}
-    refusal.error = None
     await a.checkpoint()
     assert versions_in(a.logs.of(MODEL)) == {1, 2, 3, 4}
     await cut(session, 5, 5)
@@ -299,49 +274,33 @@ async def test_a_shared_log_keeps_what_is_not_at_the_url(
 
 
 @in_service(checkpoints="file:///nonexistent/at")
-async def test_storage_that_is_slow_holds_up_neither_cuts_nor_checkpoints(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storing, go, put = threading.Event(), threading.Event(), Place.put
-
-    def slow(place: Place, name: str, content: bytes) -> None:
-        if "nonexistent" in place.url:
-            storing.set()
-            assert go.wait(60)
-            return
-        put(place, name, content)
-
-    monkeypatch.setattr(Place, "put", slow)
-    session = await publish(service)
-    copying = asyncio.create_task(service.checkpoints.make(MODEL))
-    await asyncio.to_thread(storing.wait, 60)
-    model = service.models[MODEL]
-    for step in (2, 3):
-        await cut(session, step, 1)
-        making = asyncio.create_task(service.checkpoints.make(MODEL))
-        await until(lambda: model.checkpointed is not None and model.checkpointed.version == step)  # noqa: B023
-        making.cancel()
-    assert not copying.done()
-    go.set()
-    await asyncio.wait({copying})
+async def test_storage_that_is_slow_holds_up_neither_cuts_nor_checkpoints(service: Service) -> None:
+    session, slow = await publish(service), Held("nonexistent")
+    slow.error = NO_SPACE
+    with faults_of(service).place.replaced(put=slow):
+        copying = asyncio.create_task(service.checkpoints.make(MODEL))
+        await asyncio.to_thread(slow.begun.wait, 20)
+        model = service.models[MODEL]
+        for step in (2, 3):
+            await cut(session, step, 1)
+            making = asyncio.create_task(service.checkpoints.make(MODEL))
+            await until(lambda: model.checkpointed is not None and model.checkpointed.version == step)  # noqa: B023
+            making.cancel()
+        assert not copying.done()
+        slow.let_go()
+        await asyncio.wait({copying})
 
 
-def test_no_failure_of_one_ends_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("a defect")
-
-    async def scenario(a: Process, _: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        monkeypatch.setattr(CheckpointStore, "write", broken)
-        with written(a.service):
-            a.logs.of(MODEL).refusing = True
-            await until(lambda: a.service.checkpoints.failures > 0)
-            assert a.service.checkpoints.troubles == ["checkpoints of model 'clicks': a defect"]
-            a.logs.of(MODEL).refusing = False
-            await cut(session, 2, 1)
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_no_failure_of_one_ends_the_service(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    with a.logs.faults.place.replaced(put=failing(RuntimeError("a defect"))), written(a.service):
+        a.logs.of(MODEL).refusing = True
+        await until(lambda: a.service.checkpoints.failures > 0)
+        assert a.service.checkpoints.troubles == ["checkpoints of model 'clicks': a defect"]
+        a.logs.of(MODEL).refusing = False
+        await cut(session, 2, 1)
 
 
 # What is kept, and what is removed.
@@ -589,7 +548,7 @@ def test_whatever_comes_between_the_rows_are_those_that_were_published(
 @pytest.mark.parametrize("broken", ["log", "place"])
 @in_processes()
 async def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
-    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch, broken: str
+    a: Process, b: Process, broken: str
 ) -> None:
     """At whichever read it is: neither is a checkpoint passed over for it, nor a version given up."""
     await a.take()
@@ -607,46 +566,31 @@ async def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_no
         b.logs.give_up(MODEL)
         return found
 
-    wanted, failures, open_log = had(), 0, b.logs.open
+    wanted, failures, faults = had(), 0, b.logs.faults
     for number in range(1000):
-        with monkeypatch.context() as patch:
-            calls = itertools.count()
-
-            def opened(model: str, owner: Owner | None = None) -> LogStore:
-                log = open_log(model, owner)
-                if broken == "log":
-                    away = LogUnavailable("away")
-                    patch.setattr(log, "read", failing(log.read, calls, number, away))  # noqa: B023
-                return log
-
-            patch.setattr(b.logs, "open", opened)
-            if broken == "place":
-                read = Place.get
-
-                def get(place: Place, name: str) -> bytes:
-                    if place.url == b.place.url and next(calls) == number:  # noqa: B023
-                        with place._failures(name, "read"):
-                            raise PermissionError(13, "away")
-                    return read(place, name)  # noqa: B023
-
-                patch.setattr(Place, "get", get)
-            try:
+        if broken == "log":
+            replaced = faults.log.replaced(read=failing_once(number, LogUnavailable("away")))
+        else:
+            replaced = faults.place.replaced(get=failing_once(number, PermissionError(13, "away"), b.place.url))
+        try:
+            with replaced:
                 await b.take()
-            except StorageFailed:
-                failures += 1
-            else:
-                break
+        except StorageFailed:
+            failures += 1
+        else:
+            break
         await b.give_up()
         assert had() == wanted
     assert failures > 2
     assert (b.version, same(b.rows, before)) == (version, True)
 
 
-def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
-    """A function whose call of that number fails; of one that returns an iterator, as it is read."""
+def failing_once(number: int, error: Exception, word: str = "") -> Hook:
+    """A hook whose call of that number fails, of those with this word."""
+    calls = itertools.count()
 
-    def called(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == number:
+    def called(call: Hook, *arguments: Any, **named: Any) -> Any:
+        if word in described(arguments) and next(calls) == number:
             raise error
         return call(*arguments, **named)
 
@@ -711,16 +655,17 @@ async def test_a_first_cut_is_sealed_while_its_model_is_given_up_and_another_ope
     """To add its model, the cut waits for the lock of that operation, and so does who gives the model up."""
     await a.take()
     rows, session = random_rows(1), await join(a.service)
-    sealing, giving_up, give_up = HeldWrites(monkeypatch, "seal"), asyncio.Event(), a.service.reloading.give_up
+    sealing, giving_up, give_up = HeldWrites(f"seals/{MODEL}"), asyncio.Event(), a.service.reloading.give_up
 
     async def noted(model: str) -> None:
         await give_up(model)
         giving_up.set()
 
     monkeypatch.setattr(a.service.reloading, "give_up", noted)
+    a.logs.faults.log.hooks["append"] = sealing
     async with a.service.models.changing:
         cut = asyncio.create_task(send(session, full_part(1, rows, WHOLE)))
-        await sealing.begun.wait()
+        await sealing.has_begun()
         given_up = asyncio.create_task(a.give_up())
         await giving_up.wait()
         sealing.let_go()
@@ -734,13 +679,11 @@ async def test_a_first_cut_is_sealed_while_its_model_is_given_up_and_another_ope
 
 
 @in_processes()
-async def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(
-    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(a: Process, b: Process) -> None:
     await a.take()
     session = await publish(a.service)
     a.logs.of(MODEL).close()  # As a fenced one: it takes nothing any more.
-    monkeypatch.setattr(a.logs, "lost", lambda _: StorageFailed("fenced"))
+    a.logs.fenced = StorageFailed("fenced")
     await a.give_up()
     with pytest.raises(NotOwner):
         await send(session, part(2, []))

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import SetClock, publish, send
+from tests.support.faults import failing
+from tests.support.local_service import SetClock, faults_of, publish, send
 from tests.support.seals import sealed
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import Contradiction, InvalidInput, NotFound, StorageFailed
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.base.events import Event, EventKind
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.follow import RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
@@ -77,25 +78,18 @@ async def test_a_schedule_keeps_new_versions_and_releases_its_oldest(service: Se
     assert [each.version for each in found[1:]] == [4, 5]
 
 
-@in_service()
-async def test_the_last_listing_costs_no_reading_and_has_every_change(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.kept_versions._READ_AGAIN_SECONDS", 0.001)
-    failures, reading = list[Event](), CheckpointStore.kept
+@in_service(kept_retry_seconds=0.001)
+async def test_the_last_listing_costs_no_reading_and_has_every_change(service: Service) -> None:
+    failures = list[Event]()
     service.events.listen(lambda event: failures.append(event) if event.kind is EventKind.FAILED else None)
 
-    def unreachable(store: CheckpointStore) -> list[KeptVersion]:
-        raise StorageFailed("it is unreachable")
-
     session = await publish(service)
-    monkeypatch.setattr(CheckpointStore, "kept", unreachable)
     running = asyncio.create_task(service.versions.run())
     try:
-        while not failures:
-            await asyncio.sleep(0.001)
-        assert service.versions.listed() == {}, "unknown, which is not the same as none"
-        monkeypatch.setattr(CheckpointStore, "kept", reading)
+        with faults_of(service).place.replaced(names=failing(PlaceFailed("it is unreachable"))):
+            while not failures:
+                await asyncio.sleep(0.001)
+            assert service.versions.listed() == {}, "unknown, which is not the same as none"
         while not service.versions.listed():
             await asyncio.sleep(0.001)
     finally:
@@ -111,7 +105,7 @@ async def test_the_last_listing_costs_no_reading_and_has_every_change(
     (only,) = kept_statuses(service.versions, 1)
     assert only.name == "first", "names come before others"
     await service.versions.release(MODEL, "first")
-    assert service.versions.listed() == {MODEL: [second]} == {MODEL: reading(service.models[MODEL].checkpoints)}
+    assert service.versions.listed() == {MODEL: [second]} == {MODEL: service.models[MODEL].checkpoints.kept()}
 
 
 CLOCK = SetClock()

@@ -21,7 +21,7 @@ from deltasync.service.models import Models
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import model_statuses, rank_statuses
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 from deltasync.views.registry import ViewRegistry
 
 ROWS = random_rows(1, [USER, ITEM])

@@ -1,19 +1,19 @@
 """What operators ask for: pauses, quarantines, deletions, another configuration; also where it fails half way."""
 
 import asyncio
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, publish, send
+from tests.support.faults import HeldWrites, failing, refusing
+from tests.support.local_service import faults_of, join, opened, publish, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.api.reload import Reload
+from deltasync.api.process import Reload
 from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
@@ -21,31 +21,20 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.cuts.messages import check_open
 from deltasync.cuts.session import open_session
-from deltasync.log.lmdb_store import LmdbStore
-from deltasync.log.log_store import LogStore
 from deltasync.model.applied_tables import AppliedTables
-from deltasync.model.model_store import note_removal
-from deltasync.service import operators
 from deltasync.service.service import Service
-from deltasync.views.registry import ViewRegistry
 
 
 @pytest.mark.parametrize("error", [StorageFailed("read-only"), asyncio.CancelledError()], ids=["fails", "left"])
 @in_service()
-async def test_who_could_not_go_on_is_paused_after_a_restart_too(
-    service: Service, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    async def fails(*_: Any, **__: Any) -> None:
-        raise error
-
+async def test_who_could_not_go_on_is_paused_after_a_restart_too(service: Service, error: BaseException) -> None:
     await publish(service)
     await service.registry.create("c", "clicks", Policy())
     await service.pauses.pause("c", "", "anna")
     await service.consumers.update("c", Policy(top_k=3))
-    with monkeypatch.context() as patch:
-        patch.setattr(ViewRegistry, "follow", fails)
-        with pytest.raises(type(error)):
-            await service.pauses.resume("c", "anna")
+    fails = {"put": failing(error, "view/c"), "put_all": failing(error)}
+    with faults_of(service).log.replaced(**fails), pytest.raises(type(error)):
+        await service.pauses.resume("c", "anna")
     after = ConsumerRegistry(service.logs, 1.0, service.events)
     assert service.registry.get("c").pause == after.get("c").pause is not None
 
@@ -66,25 +55,17 @@ async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(servic
 
 @in_service()
 async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put = LmdbStore.put
-
-    def full(log: LmdbStore, name: str, *arguments: Any, **fields: Any) -> Future[None]:
-        if name == "consumer/second":
-            raise StorageFailed("the log is full")
-        return put(log, name, *arguments, **fields)
-
     consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
     reloading = asyncio.Event()
     reload = Reload(service.options, service.consumers, service.registry, service.limits, service.events)
     configured = replace(service.options, consumers=consumers)
     reloads = asyncio.create_task(reload.run(reloading, lambda: configured))
-    monkeypatch.setattr(LmdbStore, "put", full)
-    reloading.set()
-    while "log is full" not in caplog.text:
-        await asyncio.sleep(0)
-    monkeypatch.undo()
+    with faults_of(service).log.replaced(put=refusing(StorageFailed("the log is full"), "consumer/second")):
+        reloading.set()
+        while "log is full" not in caplog.text:
+            await asyncio.sleep(0)
     reloads.cancel()
     assert "first" in service.registry.consumers
     assert "nothing changed" not in caplog.text
@@ -173,12 +154,10 @@ async def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(servic
     assert [table.spec.name for table in service.models["clicks"].tables] == [USER.name]
 
 
-@in_service()
-async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_applied(
+@in_service(deletion_seconds=0.01)
+async def test_a_deletion_does_not_wait_for_a_cut_that_cannot_be_applied(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "_LONGEST_SECONDS", 0.01)
-
     def fails(*_: Any) -> None:
         raise MemoryError("no room")
 
@@ -198,29 +177,19 @@ async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_a
 
 @in_service()
 async def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothing(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service, tmp_path: Path
 ) -> None:
     """Else the log would have versions of a model that is no more, for the next one of its name."""
-    noting, go = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def slowly(log: LogStore, name: str) -> Future[None]:
-        async def later() -> None:
-            noting.set()
-            await go.wait()
-            await asyncio.wrap_future(note_removal(log, name))
-
-        return asyncio.run_coroutine_threadsafe(later(), loop)
-
-    monkeypatch.setattr(operators, "note_removal", slowly)
+    noting = HeldWrites("removed/clicks")
     (await publish(service)).end("it has gone")
     await service.checkpoints.make("clicks")
     opening = check_open(publish_open(run="run-2", started=2).open)
     coordinator = await service.publishing.open("clicks")
+    faults_of(service).log.hooks["put"] = noting
     deletion = asyncio.create_task(service.removals.delete_model("clicks", "a test"))
-    await noting.wait()
+    await noting.has_begun()
     session = await open_session(coordinator, opening)
-    go.set()
+    noting.let_go()
     await deletion
     with pytest.raises(ServiceUnavailable, match="has just been deleted; reconnect"):
         await send(session, full_part(5, ROWS, WHOLE))

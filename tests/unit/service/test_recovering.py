@@ -6,13 +6,16 @@ import json
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.command import deltasync
+from tests.support.faults import Faults, Held, Hook, failing
 from tests.support.http import HttpStatus
 from tests.support.local_service import join, opened, publish, run, send, sources
 from tests.support.log import log_of
@@ -23,43 +26,24 @@ from deltasync.api import process
 from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
-from deltasync.checkpoints.file_storage import Place, PlaceFailed, StoredFile
-from deltasync.checkpoints.store import CheckpointListing, CheckpointStore
+from deltasync.checkpoints.file_storage import Place, PlaceFailed
 from deltasync.core.policy import Policy
 from deltasync.core.table_memory import NoTableMemory
 from deltasync.log import volume
 from deltasync.log.log_store import LogUnavailable
 from deltasync.model.model import Model
-from deltasync.model.model_store import ModelStore, note_removal
+from deltasync.model.model_store import note_removal
 from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import consumer_statuses, model_statuses
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 
 TOP = Policy(top_k=1)
 WAIT = 20
-
-
-class HeldRecovery:
-    """Holds back the recovery of model "slow" until it is let go."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._let_go = threading.Event()
-        recover = ModelStore.load
-
-        def held(store: ModelStore, record: Mapping[str, Any]) -> None:
-            if store._model == "slow":
-                assert self._let_go.wait(WAIT)
-            recover(store, record)
-
-        patch.setattr(ModelStore, "load", held)
-
-    def let_go(self) -> None:
-        self._let_go.set()
 
 
 @pytest.fixture
@@ -77,10 +61,25 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldRecovery]:
-    held = HeldRecovery(monkeypatch)
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture
+def held(faults: Faults) -> Iterator[Held]:
+    """Holds up the recovery of model "slow"."""
+    held = faults.log.hooks["items"] = Held("cut/slow")
     yield held
     held.let_go()
+
+
+@asynccontextmanager
+async def starting(data_dir: Path, faults: Faults) -> AsyncIterator[Service]:
+    """A service that recovers nothing yet, and drains at the end."""
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks, **faults.collaborators)
+        yield service
+        await service.drain()
 
 
 async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -88,10 +87,9 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
     yield subscribe_pb2.SubscribeRequest()
 
 
-async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
-    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        recovery = tasks.create_task(service.recovery.all())
+async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, faults: Faults, held: Held) -> None:
+    async with starting(data_dir, faults) as service:
+        recovery = asyncio.create_task(service.recovery.all())
         while "fast" not in service.models:
             await service.models.added.changed()
         counted, fast = service.limits.number("bytes_in_all"), service.models["fast"].tables.nbytes
@@ -112,7 +110,6 @@ async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, hel
             assert await Answers(sources(service)).consumer(name)
         await service.consumers.delete("new")
         assert await join(service, model="slow", continues=service.models["slow"].position)
-        await service.drain()
 
 
 async def replica_of(service: Service, consumer: str) -> Any:
@@ -141,19 +138,18 @@ async def refused(service: Service) -> None:
 
 
 async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
-    data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, faults: Faults, held: Held
 ) -> None:
-    asked, manifests = list[str](), CheckpointStore.manifests
+    asked = list[str]()
 
-    def unreadable(store: CheckpointStore) -> CheckpointListing:
-        if store._model == "fast":
+    def unreadable(call: Hook, name: str) -> dict[str, bytes]:
+        if name == "cut/fast":
             asked.append("fast")
-            raise StorageFailed("checkpoints: fast cannot be read")
-        return manifests(store)
+            raise StorageFailed("the record of fast cannot be read")
+        return call(name)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(CheckpointStore, "manifests", unreadable)
-    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+    faults.log.hooks["items"] = unreadable
+    async with starting(data_dir, faults) as service:
         recovery = asyncio.create_task(service.recovery.all())
         while not asked:
             await asyncio.sleep(0)
@@ -162,24 +158,22 @@ async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
         with pytest.raises(StorageFailed, match="fast cannot be read"):
             await recovery
         assert list(service.models) == ["slow"]
-        await service.drain()
 
 
 @pytest.mark.parametrize("kind", [PlaceFailed, LogUnavailable, NoTableMemory])
 async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_and_says_so(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StorageFailed]
+    data_dir: Path, faults: Faults, kind: type[StorageFailed]
 ) -> None:
-    asked, manifests, away, error = list[str](), CheckpointStore.manifests, [True], kind("away")
+    asked, away, error = list[str](), [True], kind("away")
 
-    def unreachable(store: CheckpointStore) -> CheckpointListing:
-        if store._model == "slow" and away:
+    def unreachable(call: Hook, name: str) -> Any:
+        if name == "cut/slow" and away:
             asked.append("slow")
             raise error
-        return manifests(store)
+        return call(name)
 
-    monkeypatch.setattr(CheckpointStore, "manifests", unreachable)
-    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+    faults.log.hooks["items"] = unreachable
+    async with starting(data_dir, faults) as service:
         recovery = asyncio.create_task(service.recovery.all())
         while len(asked) < 2 or "fast" not in service.models:
             await asyncio.sleep(0.001)
@@ -196,12 +190,11 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
         await recovery
         assert sorted(service.models) == ["fast", "slow"]
         assert not_ready(checks(sources(service))) == ""
-        await service.drain()
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
 async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_nor_views(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    data_dir: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     reached, make_views = asyncio.Event(), Models.make_views
 
@@ -214,8 +207,7 @@ async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_
             await asyncio.Event().wait()
 
     monkeypatch.setattr(Models, "make_views", made)
-    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+    async with starting(data_dir, faults) as service:
         recovery = asyncio.create_task(service.recovery.model("slow"))
         await reached.wait()
         if how == "is cancelled":
@@ -226,7 +218,6 @@ async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_
         monkeypatch.undo()
         await service.recovery.all()
         assert isinstance(service.consumers.feed(service.registry.get("top")), View)
-        await service.drain()
 
 
 async def test_where_checkpoints_are_gone_as_a_whole_they_may_be_put_back(tmp_path: Path) -> None:
@@ -251,19 +242,16 @@ async def test_where_checkpoints_are_gone_as_a_whole_they_may_be_put_back(tmp_pa
         assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
 
 
-async def test_checkpoints_that_cannot_be_read_now_are_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused, opened_by = list[str](), Path.open
+async def test_checkpoints_that_cannot_be_read_now_are_not_lost(tmp_path: Path, faults: Faults) -> None:
+    refused, made = list[str](), []
 
-    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if path.name in refused and args[:1] == ("rb",):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return opened_by(path, *args, **kwargs)
+    def refuse(call: Hook, place: Place, name: str) -> Any:
+        if name.rpartition("/")[2] in refused:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+        return call(place, name)
 
-    monkeypatch.setattr(Path, "open", refuse)
-    made = []
-    async with opened(tmp_path) as service:
+    faults.place.hooks |= {"open": refuse, "get": refuse}
+    async with opened(tmp_path, faults=faults) as service:
         session = await publish(service)
         for step in (2, 3):
             await send(session, part(step, [(0, [3], np.full((1, 4), step, "<f4"))]))
@@ -271,12 +259,11 @@ async def test_checkpoints_that_cannot_be_read_now_are_not_lost(
             made.append(await service.checkpoints.make("clicks"))
         rows = [table.rows.tobytes() for table in service.models["clicks"].tables]
     refused.append(made[1].layers[-1].files[0].name.rpartition("/")[2])
-    async with opened(tmp_path) as service:
+    async with opened(tmp_path, faults=faults) as service:
         assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
         assert refused[0] in "".join(service.models["clicks"].problems)
     refused.append(made[0].layers[0].files[0].name.rpartition("/")[2])
-    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=tmp_path), tasks)
+    async with starting(tmp_path, faults) as service:
         recovery = asyncio.create_task(service.recovery.all())
         while not service.models.recovery_failures.get("clicks"):
             await asyncio.sleep(0.001)
@@ -284,26 +271,18 @@ async def test_checkpoints_that_cannot_be_read_now_are_not_lost(
         refused.clear()
         await recovery
         assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
-        await service.drain()
 
 
-async def test_what_is_left_of_a_deleted_model_where_its_copies_are_waits_for_the_place_to_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_copies_of_a_deleted_model_are_removed_once_their_place_answers(
+    tmp_path: Path, faults: Faults
 ) -> None:
-    names, copies = Place.names, tmp_path / "copies"
-
-    def unreachable(place: Place, folder: str) -> list[StoredFile]:
-        if place.url == str(copies):
-            raise PlaceFailed("it does not answer")
-        return names(place, folder)
-
+    copies = tmp_path / "copies"
     async with opened(tmp_path / "data", checkpoints=str(copies)) as service:
         await publish(service)
         await service.checkpoints.make("clicks")
         await asyncio.wrap_future(note_removal(log_of(service), "clicks"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Place, "names", unreachable)
-        async with opened(tmp_path / "data", checkpoints=str(copies)) as service:
+    with faults.place.replaced(names=failing(PlaceFailed("it does not answer"), str(copies))):
+        async with opened(tmp_path / "data", faults=faults, checkpoints=str(copies)) as service:
             assert not service.models
             with pytest.raises(StorageFailed, match="it does not answer"):  # Else it had the copies of the other.
                 await publish(service)
@@ -315,14 +294,23 @@ async def test_what_is_left_of_a_deleted_model_where_its_copies_are_waits_for_th
 class Starting(HttpStatus):
     """A service that starts in this event loop; it is stopped at the end."""
 
-    def __init__(self, data_dir: Path) -> None:
-        port = free_port()
+    def __init__(self, data_dir: Path, faults: Faults | None = None) -> None:
+        port, make = free_port(), partial(Service, **(faults or Faults()).collaborators)
         self.http, self.stopping = f"http://127.0.0.1:{port}", asyncio.Event()
-        options = ServiceOptions(data_dir=data_dir, grpc_port=0, http_port=port, drain_seconds=0.1)
-        self._serving = asyncio.create_task(process.run(options, self.stopping))
+        options = ServiceOptions(
+            data_dir=data_dir, grpc_port=0, http_port=port, drain_seconds=0.1, early_seconds=0.0
+        )
+        self._serving = asyncio.create_task(process.run(options, self.stopping, make=make))
 
     async def ask(self, path: str) -> tuple[int, str]:
         return await asyncio.to_thread(self.get, path)
+
+    async def says(self, text: str) -> None:
+        """Wait until /readyz answers with this text."""
+        said = ""
+        while text not in said:
+            with suppress(OSError):  # It does not listen yet.
+                said = (await self.ask("/readyz"))[1]
 
     async def is_ready(self) -> None:
         while (await self.ask("/readyz"))[0] != 200:
@@ -339,21 +327,12 @@ class Starting(HttpStatus):
         await self.ended()
 
 
-@pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set once a service listens, which does not wait for models for long."""
-    found = asyncio.Event()
-    monkeypatch.setattr(process, "_SOON_SECONDS", 0)
-    monkeypatch.setattr(process.logger, "info", lambda said, *_: found.set() if "listening" in said else None)
-    return found
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 async def test_the_service_listens_and_is_ready_once_all_are_there(
-    data_dir: Path, held: HeldRecovery, listening: asyncio.Event, stopped: bool
+    data_dir: Path, faults: Faults, held: Held, stopped: bool
 ) -> None:
-    async with Starting(data_dir) as service:
-        await listening.wait()
+    async with Starting(data_dir, faults) as service:
+        await service.says("still recovering")
         status, said = await service.ask("/readyz")
         assert (status, json.loads(said)["message"]) == (503, "still recovering: slow")
         assert (await service.ask("/livez"))[0] == 200
@@ -366,43 +345,27 @@ async def test_the_service_listens_and_is_ready_once_all_are_there(
 
 
 async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
+    data_dir: Path, faults: Faults, held: Held
 ) -> None:
-    recover, go = ModelStore.load, threading.Event()
-
-    def failing(store: ModelStore, record: Mapping[str, Any]) -> None:
-        if store._model == "slow":
-            assert go.wait(WAIT)
-            raise StorageFailed("the disk is broken")
-        recover(store, record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelStore, "load", failing)
-        service = Starting(data_dir)
-        await listening.wait()
-        go.set()
-        with pytest.raises(ExceptionGroup) as raised:
-            await service.ended()
+    held.error = StorageFailed("the disk is broken")
+    service = Starting(data_dir, faults)
+    await service.says("still recovering")
+    held.let_go()
+    with pytest.raises(ExceptionGroup) as raised:
+        await service.ended()
     assert raised.group_contains(StorageFailed, match="the disk is broken")
     async with opened(data_dir) as again:  # Which it could not, if the first one still had the directory.
         assert sorted(again.models) == ["fast", "slow"]
 
 
 async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
+    data_dir: Path, faults: Faults
 ) -> None:
-    recover, path = ModelStore.load, data_dir / "checkpoints" / "slow"
-
-    def refusing(store: ModelStore, record: Mapping[str, Any]) -> None:
-        if store._model == "slow":
-            raise volume.refused("no room", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1 << 60)
-        recover(store, record)
-
-    monkeypatch.setattr(ModelStore, "load", refusing)
-    async with Starting(data_dir) as service:
-        await listening.wait()
-        while "a volume refuses writes" not in (await service.ask("/readyz"))[1]:
-            await asyncio.sleep(0)
+    path = data_dir / "checkpoints" / "slow"
+    full = volume.refused("no room", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1 << 60)
+    faults.log.hooks["items"] = failing(full, "cut/slow")
+    async with Starting(data_dir, faults) as service:
+        await service.says("a volume refuses writes")
         trouble = rf"{path} on volume 'checkpoints': No space left on device .* make room on it"
         for where, said in (
             ("/readyz", "still recovering: slow; a volume refuses writes"),

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import check, join, publish, send, sources
+from tests.support.faults import Held, HeldWrites, failing
+from tests.support.local_service import check, faults_of, join, publish, send, sources
 from tests.support.releases import frozen, live_rows
 from tests.support.wire import USER, part, random_rows
 from tests.unit.service.test_checkpoints import Process, cut, in_processes, same
@@ -21,14 +21,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamped_table import StampedTable
-from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
-from deltasync.model.model_store import note_removal
-from deltasync.service import operators
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import consumer_statuses, model_statuses
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 
 ROWS = random_rows(1)  # Those of `publish`.
 
@@ -126,30 +123,17 @@ async def test_wherever_damage_is_found_it_is_reloaded(
 
 
 @in_service()
-async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(service: Service) -> None:
     session = await publish(service)
     await service.consumers.create("plain", "clicks", Policy())
-    model, recover, refused = service.models["clicks"], Model.recover, asyncio.Event()
-    answers, over = Answers(sources(service)), asyncio.Event()
-
-    error = StorageFailed("the checkpoint is on a broken disk")
-
-    async def refuse(model: Model, *arguments: Any) -> None:
-        if not over.is_set():
-            refused.set()
-            raise error
-        await recover(model, *arguments)
-
-    monkeypatch.setattr(Model, "recover", refuse)
+    model, answers, hooks = service.models["clicks"], Answers(sources(service)), faults_of(service).log.hooks
+    hooks["items"] = failing(StorageFailed("the checkpoint is on a broken disk"), "cut/clicks")
     flip(model.tables[0], 3)
     async with kept(service):
         with pytest.raises(DamagedRows):
             await model.release(0)
         with pytest.raises(ServiceUnavailable, match=r"is being reloaded .* in row 3"):
             service.models.model("clicks")
-        await refused.wait()
         while "broken disk" not in service.models.reload_reason("clicks"):
             await asyncio.sleep(0)
         reason = "in row 3; the reload failed and will be retried: the checkpoint is on a broken disk"
@@ -167,13 +151,13 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         assert b'deltasync_model_failed{model="clicks"} 1' in await answers.metrics()
         with pytest.raises(ServiceUnavailable, match="is being reloaded; try again"):
             await change(service, session, 2, [7])
-        error = PlaceFailed("the checkpoints are away")
+        hooks["items"] = failing(PlaceFailed("the checkpoints are away"), "cut/clicks")
         while "will be retried: the checkpoint is on a broken disk; the checkpoints are away" not in (
             model_statuses(service.models)[0].trouble
         ):
             await asyncio.sleep(0.001)
         assert "; the checkpoints are away" in not_ready(checks(sources(service)))
-        over.set()
+        del hooks["items"]
         model = await reloaded(service, model)
         while service.models.reloading:
             await asyncio.sleep(0)
@@ -221,22 +205,18 @@ async def test_rows_that_were_damaged_before_the_log_had_them_come_from_the_trai
 
 
 @in_service()
-async def test_a_service_ends_while_a_model_is_reloaded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    recovering, never = asyncio.Event(), asyncio.Event()
-
-    async def recover(*_: Any) -> None:
-        recovering.set()
-        await never.wait()
-
+async def test_a_service_ends_while_a_model_is_reloaded(service: Service) -> None:
     await publish(service)
-    model = service.models["clicks"]
-    monkeypatch.setattr(Model, "recover", recover)
+    model, recovering = service.models["clicks"], Held("cut/clicks")
+    faults_of(service).log.hooks["items"] = recovering
     flip(model.tables[0], 3)
     async with kept(service):
         with pytest.raises(DamagedRows):
             await model.release(0)
-        await recovering.wait()
-    # It drains after this: whoever waited for ever would be seen by the test's time limit.
+        await recovering.has_begun()
+        asyncio.get_running_loop().call_later(
+            0.05, recovering.let_go
+        )  # The end waits for what cannot be cancelled.
 
 
 @in_processes()
@@ -271,26 +251,20 @@ async def test_a_reload_that_is_given_up_before_it_begins_leaves_nothing(service
 
 
 @in_processes()
-async def test_a_model_that_is_being_reloaded_goes_to_another_process(
-    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recovering, never = asyncio.Event(), asyncio.Event()
-
-    async def recover(*_: Any) -> None:
-        recovering.set()
-        await never.wait()
-
+async def test_a_model_that_is_being_reloaded_goes_to_another_process(a: Process, b: Process) -> None:
     await a.take()
     await publish(a.service)
-    model, rows = a.service.models["clicks"], a.rows
+    model, rows, recovering = a.service.models["clicks"], a.rows, Held("cut/clicks")
     flip(model.tables[0], 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(Model, "recover", recover)
-        async with kept(a.service):
-            with pytest.raises(DamagedRows):
-                await model.release(0)
-            await recovering.wait()
-            await a.give_up()
+    a.logs.faults.log.hooks["items"] = recovering
+    async with kept(a.service):
+        with pytest.raises(DamagedRows):
+            await model.release(0)
+        await recovering.has_begun()
+        giving_up = asyncio.create_task(a.give_up())
+        await asyncio.sleep(0.01)
+        recovering.let_go()  # What a thread reads cannot be cancelled.
+        await giving_up
     assert not [*a.service.models.reloading, *a.service.models.recovering, *a.service.models]
     await b.take()
     assert same(b.rows, rows)
@@ -312,25 +286,13 @@ async def reloads_ended(service: Service) -> None:
 
 
 @in_service()
-async def test_a_reload_that_begins_while_its_model_is_deleted_ends(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noting, go, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-
-    def slowly(log: LogStore, name: str) -> Future[None]:
-        async def later() -> None:
-            noting.set()
-            await go.wait()
-            await asyncio.wrap_future(note_removal(log, name))
-
-        return asyncio.run_coroutine_threadsafe(later(), loop)
-
-    monkeypatch.setattr(operators, "note_removal", slowly)
+async def test_a_reload_that_begins_while_its_model_is_deleted_ends(service: Service) -> None:
+    noting = faults_of(service).log.hooks["put"] = HeldWrites("removed/clicks")
     (await publish(service)).end("it has gone")
     deletion = asyncio.create_task(service.removals.delete_model("clicks", "a test"))
-    await noting.wait()
+    await noting.has_begun()
     await begin_to_reload(service)
-    go.set()
+    noting.let_go()
     await deletion
     await asyncio.wait_for(reloads_ended(service), 5)
 

@@ -2,21 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, send
+from tests.support.faults import HeldWrites, failing, refusing
+from tests.support.local_service import faults_of, join, publish, send
 from tests.support.wire import USER, close, delete_chunk, part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import ServiceUnavailable, StorageFailed, Superseded
 from deltasync.base.events import Event, EventKind
-from deltasync.checkpoints.store import CheckpointStore
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.core.policy import Policy
-from deltasync.model.model import Model
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
@@ -28,18 +26,16 @@ def rows_of(service: Service) -> list[bytes]:
 
 
 @in_service()
-async def test_a_version_that_cannot_be_read_stops_no_trainer(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_version_that_cannot_be_read_stops_no_trainer(service: Service) -> None:
     session = await publish(service)
     kept = await service.versions.keep(MODEL)
     await send(session, part(2, [(0, [1], np.ones((1, 4), np.float32))]))
 
-    def refuse(*_: object, **__: object) -> None:
-        raise StorageFailed("the disk is gone")
-
-    monkeypatch.setattr(CheckpointStore, "load", refuse)
-    with pytest.raises(StorageFailed, match="the disk is gone"):
+    gone = failing(PlaceFailed("the disk is gone"))
+    with (
+        faults_of(service).place.replaced(get=gone, open=gone),
+        pytest.raises(StorageFailed, match="the disk is gone"),
+    ):
         await roll_back(service.models, MODEL, str(kept.version), service.events, "me")
     position = await send(session, part(3, [(0, [2], np.ones((1, 4), np.float32))]))
     assert position is not None
@@ -47,22 +43,15 @@ async def test_a_version_that_cannot_be_read_stops_no_trainer(
 
 
 @in_service()
-async def test_after_a_rollback_that_was_not_sealed_the_run_goes_on(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_after_a_rollback_that_was_not_sealed_the_run_goes_on(service: Service) -> None:
     session = await publish(service)
     kept = await service.versions.keep(MODEL)
     await send(session, part(2, [(0, [1], np.ones((1, 4), np.float32))]))
     await session.coordinator.settled()
     before = rows_of(service)
-    with monkeypatch.context() as patch:
-
-        async def refuse(*_: object) -> None:
-            raise StorageFailed("the disk is full")
-
-        patch.setattr(Model, "commit", refuse)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await roll_back(service.models, MODEL, str(kept.version), service.events, "me")
+    full = refusing(StorageFailed("the disk is full"), f"seals/{MODEL}")
+    with faults_of(service).log.replaced(append=full), pytest.raises(StorageFailed, match="the disk is full"):
+        await roll_back(service.models, MODEL, str(kept.version), service.events, "me")
     assert rows_of(service) == before
     with pytest.raises(Superseded):
         await send(session, part(3, [(0, [2], np.ones((1, 4), np.float32))]))
@@ -70,29 +59,6 @@ async def test_after_a_rollback_that_was_not_sealed_the_run_goes_on(
     position = await send(again, part(3, [(0, [2], np.ones((1, 4), np.float32))]))
     assert position is not None
     assert position.number == 3
-
-
-class HeldSeals:
-    """Delays the seals of cuts until the test lets them go on, or fail."""
-
-    def __init__(self) -> None:
-        self.begun, self.go_on, self.fails = asyncio.Event(), asyncio.Event(), False
-
-
-@contextmanager
-def held_seals(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSeals]:
-    seals, original = HeldSeals(), Model.commit
-
-    async def commit(*arguments: Any) -> None:
-        seals.begun.set()
-        await seals.go_on.wait()
-        if seals.fails:
-            raise StorageFailed("the disk is full")
-        await original(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Model, "commit", commit)
-        yield seals
 
 
 async def published(service: Service, **fields: Any) -> str:
@@ -113,13 +79,10 @@ async def goes_on(service: Service) -> None:
 
 
 @in_service()
-async def test_of_two_rollbacks_at_once_that_fail_none_remains(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_of_two_rollbacks_at_once_that_fail_none_remains(service: Service) -> None:
     version = await published(service)
-    with held_seals(monkeypatch) as seals:
-        seals.fails = True
-        seals.go_on.set()
+    full = refusing(StorageFailed("the disk is full"), f"seals/{MODEL}")
+    with faults_of(service).log.replaced(append=full):
         both = (roll_back(service.models, MODEL, version, service.events, by) for by in ("me", "you"))
         results = await asyncio.gather(*both, return_exceptions=True)
     assert [str(each) for each in results] == ["the disk is full"] * 2
@@ -127,18 +90,16 @@ async def test_of_two_rollbacks_at_once_that_fail_none_remains(
 
 
 @in_service()
-async def test_a_trainer_is_not_refused_for_good_before_the_rollback_is_sealed(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = await published(service)
-    with held_seals(monkeypatch) as seals:
+async def test_a_trainer_is_not_refused_for_good_before_the_rollback_is_sealed(service: Service) -> None:
+    version, seals = await published(service), HeldWrites(f"seals/{MODEL}")
+    with faults_of(service).log.replaced(append=seals):
         rolling_back = asyncio.create_task(roll_back(service.models, MODEL, version, service.events, "me"))
-        await seals.begun.wait()
+        await seals.has_begun()
         with pytest.raises(ServiceUnavailable) as refused:
             await join(service, continues=service.models[MODEL].position)
         assert "the model is being rolled back to version 1" in refused.value.detail
-        seals.fails = True
-        seals.go_on.set()
+        seals.error = StorageFailed("the disk is full")
+        seals.let_go()
         with pytest.raises(StorageFailed):
             await rolling_back
     await goes_on(service)
@@ -146,23 +107,21 @@ async def test_a_trainer_is_not_refused_for_good_before_the_rollback_is_sealed(
 
 @pytest.mark.parametrize("fails", [False, True])
 @in_service()
-async def test_a_rollback_goes_on_if_the_operator_hangs_up(
-    service: Service, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    version, rolled_back = await published(service), list[object]()
+async def test_a_rollback_goes_on_if_the_operator_hangs_up(service: Service, fails: bool) -> None:
+    version, rolled_back, seals = await published(service), list[object](), HeldWrites(f"seals/{MODEL}")
 
     def listen(event: Event) -> None:
         if event.kind is EventKind.MODEL_ROLLED_BACK:
             rolled_back.append(event.subject["version"])
 
     service.events.listen(listen)
-    with held_seals(monkeypatch) as seals:
+    with faults_of(service).log.replaced(append=seals):
         rolling_back = asyncio.create_task(roll_back(service.models, MODEL, version, service.events, "me"))
-        await seals.begun.wait()
+        await seals.has_begun()
         rolling_back.cancel()
         await asyncio.wait([rolling_back])
-        seals.fails = fails
-        seals.go_on.set()
+        seals.error = StorageFailed("the disk is full") if fails else None
+        seals.let_go()
         coordinator = service.models.coordinators[MODEL]
         async with coordinator.rolling_back:
             pass
@@ -176,11 +135,8 @@ async def test_a_rollback_goes_on_if_the_operator_hangs_up(
 
 
 @in_service()
-async def test_a_clock_that_was_set_back_refuses_no_rollback(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version, now = await published(service, started=time.time_ns()), time.time_ns
-    monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+async def test_a_clock_that_was_set_back_refuses_no_rollback(service: Service) -> None:
+    version = await published(service, started=time.time_ns() + 200 * 10**9)  # As by the clock before.
     position = await roll_back(service.models, MODEL, version, service.events, "me")
     assert position.number == 3
 

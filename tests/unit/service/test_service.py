@@ -6,18 +6,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
-from tests.support.local_service import backups, join, opened, publish, run, send, sources
+from tests.support.faults import failing
+from tests.support.local_service import backups, faults_of, join, opened, publish, run, send, sources
 from tests.support.log import log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
 from deltasync.base.events import Events
-from deltasync.checkpoints.file_storage import Place, PlaceFailed
+from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
@@ -28,7 +29,7 @@ from deltasync.log.log_store import EmbeddedLogs, LogOptions
 from deltasync.log.records import pack_json, unpack_json
 from deltasync.service.service import Service
 from deltasync.status.lag import report
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 
 
 @in_service()
@@ -138,27 +139,18 @@ async def test_a_log_that_was_full_takes_parts_again_after_a_checkpoint(service:
     checkpoints.cancel()
 
 
-@in_service()
-async def test_a_log_stays_full_until_a_checkpoint_is_written(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cut that finds no room meanwhile is not too large for the log."""
-    monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.001)
+@in_service(checkpoint_retry_seconds=0.001)
+async def test_a_log_stays_full_until_a_checkpoint_is_written(service: Service) -> None:
     await publish(service)
-    notes = list[object]()
-    monkeypatch.setattr(service.models.coordinators["clicks"], "note_room", lambda: notes.append(None))
     log_of(service).refusing = True
     checkpoints = asyncio.create_task(service.checkpoints.run())
-    with monkeypatch.context() as patch:
-        patch.setattr(Place, "put", Mock(side_effect=PlaceFailed("no space")))
+    with faults_of(service).place.replaced(put=failing(PlaceFailed("no space"))):
         while service.checkpoints.failures < 3:
             await asyncio.sleep(0.001)
         assert log_of(service).refusing
         assert not_ready(checks(sources(service))).endswith("; checkpoints of model 'clicks': no space")
-        assert not notes
     while log_of(service).refusing:
         await asyncio.sleep(0.001)
-    assert notes
     checkpoints.cancel()
 
 

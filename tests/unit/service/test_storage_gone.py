@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.controlled_storage import CALLS, ControlledStorage
-from tests.support.local_service import publish, run, send, view_of
+from tests.support.faults import failing
+from tests.support.local_service import faults_of, publish, run, send, view_of
 from tests.support.wire import USER, part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, StorageFailed
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
@@ -94,19 +94,15 @@ async def test_a_version_is_kept_in_storage_or_not_at_all(
 
 @in_service(checkpoints=URL)
 async def test_storage_that_goes_when_the_checkpoint_is_copied_leaves_nothing_kept(
-    service: Service, storage: ControlledStorage, monkeypatch: pytest.MonkeyPatch
+    service: Service, storage: ControlledStorage
 ) -> None:
     await publish(service)
-    keep = CheckpointStore.keep
-
-    def keep_without_storage(*arguments: Any) -> None:
-        with storage.gone("put"):
-            keep(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CheckpointStore, "keep", keep_without_storage)
-        with pytest.raises(StorageFailed, match=f"{URL} cannot be reached"):
-            await service.versions.keep(MODEL, "good")
+    gone = failing(ConnectionError(f"{URL} cannot be reached"), URL, "/kept/")
+    with (
+        faults_of(service).place.replaced(put=gone),
+        pytest.raises(StorageFailed, match=f"{URL} cannot be reached"),
+    ):
+        await service.versions.keep(MODEL, "good")
     assert await service.versions.kept(MODEL) == []
     assert not list(service.options.data_dir.rglob("kept/*"))
     await service.versions.keep(MODEL, "good")

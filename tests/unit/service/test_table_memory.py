@@ -20,7 +20,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.cuts.session import PublishSession
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 
 WIDE = TableSpec("wide", 1 << 16, 8)
 MIB = 1 << 20

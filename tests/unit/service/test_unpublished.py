@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
-from tests.support.local_service import opened, publish, run, send
+from tests.support.faults import Faults, Held, HeldWrites, refusing
+from tests.support.local_service import faults_of, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
@@ -29,8 +29,6 @@ from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.messages import check_open
 from deltasync.cuts.session import PublishSession, open_session
-from deltasync.model.model import Model
-from deltasync.model.model_store import ModelStore
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
@@ -71,12 +69,6 @@ def traces(service: Service) -> list[Any]:
 
 def no_room(_: TableMemory, nbytes: int, what: str) -> None:
     raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 bytes of memory are free")
-
-
-def refused(*_: Any) -> Future[None]:
-    failed: Future[None] = Future()
-    failed.set_exception(StorageFailed("the disk is gone"))
-    return failed
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -171,34 +163,22 @@ async def test_ranks_that_leave_before_their_first_cut_remove_no_copy_of_a_check
 
 
 @pytest.mark.parametrize("gone", ["before", "while"])
-@in_service()
-async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
-    service: Service, monkeypatch: pytest.MonkeyPatch, gone: str
-) -> None:
-    monkeypatch.setattr("deltasync.service.service._SECONDS", 0.001)
-    sealing, go = asyncio.Event(), asyncio.Event()
-    loop, keeper = asyncio.get_running_loop(), asyncio.create_task(service.run())
-
-    def slowly_refused(*_: Any) -> Future[None]:
-        async def later() -> None:
-            sealing.set()
-            await go.wait()
-            raise StorageFailed("the disk is gone")
-
-        return asyncio.run_coroutine_threadsafe(later(), loop)
-
-    monkeypatch.setattr(ModelStore, "seal", slowly_refused)
-    async with stream(service) as session:
-        cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
-        await sealing.wait()
-        assert log_of(service).items("model/")
-        assert service.limits.number("bytes_in_all")
-        if gone == "before":
-            go.set()
-            await asyncio.wait([cut])
-    go.set()
-    with pytest.raises(StorageFailed, match="the disk is gone"):
-        await cut
+@in_service(housekeeping_seconds=0.001)
+async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(service: Service, gone: str) -> None:
+    sealing, keeper = HeldWrites("seals/clicks"), asyncio.create_task(service.run())
+    sealing.error = StorageFailed("the disk is gone")
+    with faults_of(service).log.replaced(append=sealing):
+        async with stream(service) as session:
+            cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
+            await sealing.has_begun()
+            assert log_of(service).items("model/")
+            assert service.limits.number("bytes_in_all")
+            if gone == "before":
+                sealing.let_go()
+                await asyncio.wait([cut])
+        sealing.let_go()
+        with pytest.raises(StorageFailed, match="the disk is gone"):
+            await cut
     while list(service.models.opened.values()):
         await asyncio.sleep(0.001)
     await left(service)
@@ -206,44 +186,34 @@ async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
     assert traces(service) == []
 
 
-async def publish_during_removal(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def publish_during_removal(service: Service, faults: Faults) -> None:
     """Publish a model while what its abandoned first cut wrote is being removed."""
-    removing, go, stop = asyncio.Event(), asyncio.Event(), Model.stop
-
-    async def slow(model: Model) -> None:
-        removing.set()
-        await go.wait()
-        await stop(model)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Model, "stop", slow)
-        async with stream(service, world_size=2) as session:
-            await send(session, full_part(1, ROWS, WHOLE)[:1])
-        await removing.wait()
-        published = asyncio.create_task(publish(service))
-        await asyncio.wait([published], timeout=0.05)
-        assert not published.done()
-        go.set()
-        await asyncio.wait_for(published, 10)
+    removing = Held("model/clicks")
+    async with stream(service, world_size=2) as session:
+        await send(session, full_part(1, ROWS, WHOLE)[:1])
+        faults.log.hooks["put"] = removing
+    await removing.has_begun()
+    published = asyncio.create_task(publish(service))
+    await asyncio.wait([published], timeout=0.05)
+    assert not published.done()
+    removing.let_go()
+    await asyncio.wait_for(published, 10)
     assert service.models["clicks"].seals.newest_version == 1
 
 
-async def test_who_opens_what_is_just_being_removed_waits_for_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_opens_what_is_just_being_removed_waits_for_that(tmp_path: Path) -> None:
     """Otherwise the removal would delete its rows, too."""
     async with opened(tmp_path) as service:
-        await publish_during_removal(service, monkeypatch)
+        await publish_during_removal(service, faults_of(service))
     async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(1), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
 
 
 @asynccontextmanager
-async def sharing(folder: Path, **settings: Any) -> AsyncIterator[Service]:
+async def sharing(folder: Path, logs: ManyLogs, **settings: Any) -> AsyncIterator[Service]:
     """A service on logs that other processes share, of which none is there."""
     async with asyncio.TaskGroup() as tasks:
-        logs = ManyLogs(folder / "logs")
         url = str(folder / "checkpoints")
         options = ServiceOptions(data_dir=folder / "a", checkpoints=url, **settings)
         service = Service(options, tasks, logs)
@@ -260,12 +230,11 @@ async def sharing(folder: Path, **settings: Any) -> AsyncIterator[Service]:
             await service.drain()
 
 
-async def test_who_opens_what_is_just_being_removed_from_a_shared_log_waits_without_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_opens_what_a_shared_log_removes_waits_without_a_lock(tmp_path: Path) -> None:
     """The removal may wait for a seal that needs the lock."""
-    async with sharing(tmp_path) as service:
-        await publish_during_removal(service, monkeypatch)
+    logs = ManyLogs(tmp_path / "logs")
+    async with sharing(tmp_path, logs) as service:
+        await publish_during_removal(service, logs.faults)
 
 
 @in_service()
@@ -337,10 +306,9 @@ def test_models_are_those_that_were_sealed_in_the_shape_that_was(
 
     async def play(service: Service, what: str, name: str, shape: TableSpec) -> None:
         fields = {"model": name, "run": f"run-{number}", "started": number, "tables": [shape]}
-        with suppress(Contradiction, StorageFailed), pytest.MonkeyPatch.context() as patch:
+        seals = {"append": refusing(StorageFailed("the disk is gone"), "seals/")} if what == "fail" else {}
+        with suppress(Contradiction, StorageFailed), faults_of(service).log.replaced(**seals):
             async with stream(service, **fields, shards=[Shard.whole(shape)]) as session:
-                if what == "fail":
-                    patch.setattr(ModelStore, "seal", refused)
                 values = np.ones((shape.rows, shape.dim), "<f4")
                 messages = part(number, [(0, range(shape.rows), values)], full=True)
                 await send(session, messages[: {"open": 0, "begin": 1}.get(what, 2)])

@@ -1,13 +1,11 @@
 """Who meets a volume that refuses writes, and who says so; and what a slow one keeps waiting."""
 
 import asyncio
-import threading
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, send, sources, view_of
-from tests.support.log import Heads, log_of
+from tests.support.log import Heads, held_up, log_of
 from tests.support.releases import frozen
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
@@ -17,11 +15,10 @@ from deltasync.base.events import EventKind
 from deltasync.client import Policy
 from deltasync.core.position import Position
 from deltasync.core.table_memory import TableMemory
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.volume import refused
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers, Sampler
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.process import checks, not_ready
 from deltasync.views.decision import ReleaseOptions
 
 
@@ -67,34 +64,21 @@ async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(se
 
 
 @in_service()
-async def test_while_the_disk_is_slow_the_event_loop_goes_on(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_while_the_disk_is_slow_the_event_loop_goes_on(service: Service) -> None:
     """Streams are answered, lag is told, consumers read what there is: only who waits for the disk waits."""
-    slow, go = threading.Event(), threading.Event()
-    commit = LmdbStore._commit
-
-    def committing(log: LmdbStore, batch: Any) -> None:
-        slow.set()
-        assert go.wait(20)
-        commit(log, batch)
-
     await publish(service)
     session, model = await join(service), service.models["clicks"]
     consumer = await service.consumers.create("all", "clicks", Policy())
     replica = service.registry.connect(consumer, "p", asyncio.Event())
-    monkeypatch.setattr(LmdbStore, "_commit", committing)
-    sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
-    while not slow.is_set():
-        await asyncio.sleep(0.001)
-    release = frozen(await model.release(0))
-    assert release.head
-    assert release.head.number == 1
-    service.registry.acknowledge(consumer, replica, Position(model.history, 1))
-    assert (await Answers(sources(service)).consumer("all")).head == 1
-    assert b"deltasync_log_commit_seconds_count" in await Answers(sources(service)).metrics()
-    assert not sealing.done()
-    go.set()
+    with held_up(log_of(service)):
+        sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
+        release = frozen(await model.release(0))
+        assert release.head
+        assert release.head.number == 1
+        service.registry.acknowledge(consumer, replica, Position(model.history, 1))
+        assert (await Answers(sources(service)).consumer("all")).head == 1
+        assert b"deltasync_log_commit_seconds_count" in await Answers(sources(service)).metrics()
+        assert not sealing.done()
     position = await sealing
     assert position
     assert position.number == 2

@@ -120,9 +120,8 @@ class HeldExposition:
 async def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
     service: Service, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(module, "_SHARED_SECONDS", seconds)
     session, _ = await published(service, EVERYTHING, TOP)
-    answers, held = Answers(sources(service)), HeldExposition(monkeypatch)
+    answers, held = Answers(sources(service), seconds), HeldExposition(monkeypatch)
     tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
     await held.begun.acquire()
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
