@@ -42,7 +42,7 @@ from deltasync.base.process import (
     write_no_core,
 )
 from deltasync.base.progress import Progress
-from deltasync.cluster.member import ClusterOptions, Member
+from deltasync.cluster.bucket import ClusterOptions, Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.kernels.compiled import imported_kernels, keep_in
@@ -440,10 +440,10 @@ async def _among_others(service: Service, where: Addresses) -> AsyncIterator[Non
     if (brokers := options.brokers) is None or not isinstance(logs, JetStreamLogs):
         yield
         return
-    from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
+    from deltasync.cluster.nats_bucket import NatsBucket
 
     client = await connect(brokers, options.process)
-    bucket = NatsBucket(client, BucketOptions(name=f"{brokers.prefix}_owners", replicas=brokers.replicas))
+    bucket = NatsBucket(client, f"{brokers.prefix}_owners", replicas=brokers.replicas)
     hosting = service.hosting(logs)
     me = Member(
         options.process,

@@ -4,11 +4,14 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn, Protocol
 
 from deltasync.base.errors import NotFound, NotOwner, Owner
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 
 
 class Owners(Protocol):
-    """The owners of models. Used in the event loop; methods that wait for brokers are coroutines."""
+    """The owners of models. Used in the event loop.
+
+    Methods that wait for brokers are coroutines, and raise `ServiceUnavailable` if brokers do not answer.
+    """
 
     @property
     def me(self) -> Member:
@@ -19,10 +22,8 @@ class Owners(Protocol):
         """Whether this process may serve its models: brokers confirmed a heartbeat within the lease."""
 
     def check(self, model: str) -> None:
-        """Check that this process serves a model, or would own it if it is new.
-
-        Raises:
-            NotOwner: it does not, or not yet. The error names the process to ask, if there is one.
+        """Raise `NotOwner`, with the process to ask if there is one, unless this process serves a model or would
+        own it if it is new.
         """
 
     def owner_of(self, model: str) -> Owner | None:
@@ -46,18 +47,11 @@ class Owners(Protocol):
     async def claim(self, model: str) -> Owner:
         """Own a model if this process already does or is its heir. Its log is open here when this returns.
 
-        Raises:
-            NotOwner: another process owns it or is its heir, or this one cannot take it over now.
-            ServiceUnavailable: brokers do not answer.
+        Otherwise, or if this process cannot take it over now, raise `NotOwner`.
         """
 
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Host.save`) and hand it over to another process.
-
-        Raises:
-            NotOwner: this process does not own it.
-            NotFound: no such process is alive, or it is draining.
-        """
+        """Save a model (`Host.save`) and hand it over; `NotFound` if process `to` is away or draining."""
 
     async def lost(self, model: str, reason: str) -> None:
         """Give up a model after another process took over its log."""
@@ -68,9 +62,7 @@ class Owners(Protocol):
     async def reserve_consumer(self, name: str, model: str) -> None:
         """Reserve the name of a consumer for a model owned here. Idempotent.
 
-        Raises:
-            Contradiction: a consumer of another model has the name.
-            ServiceUnavailable: brokers do not answer.
+        Raise `Contradiction` if a consumer of another model has it.
         """
 
     async def forget_consumer(self, name: str) -> None:
@@ -79,16 +71,6 @@ class Owners(Protocol):
     async def drain(self) -> None:
         """Take over no more models; save the models owned here and hand them over one by one."""
 
-    async def start(self) -> None:
-        """Join the cluster: read the bucket, write heartbeats, and take over models as their heir.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
-
-    async def close(self) -> None:
-        """Give up all models and leave the cluster."""
-
 
 class Host(Protocol):
     """Opens and closes models in this process as their owner changes."""
@@ -96,8 +78,7 @@ class Host(Protocol):
     async def take(self, model: str, owner: Owner) -> None:
         """Open a model's log as `owner`, fence off other processes, recover the tables, and reserve its consumers.
 
-        Raises:
-            DeltasyncError: this failed; the model is released, and this or another process retries later.
+        After any error the model is released, and this or another process retries later.
         """
 
     async def give_up(self, model: str, reason: str) -> None:
@@ -110,11 +91,7 @@ class Host(Protocol):
         """Write a checkpoint, to shorten the log that the next owner has to read. May fail."""
 
     async def models_with_log(self) -> Collection[str]:
-        """The names of all models that have a log, in any process.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """The names of all models that have a log, in any process."""
 
 
 class SingleProcess:
@@ -160,21 +137,13 @@ class SingleProcess:
         return self.me.owner()
 
     async def move(self, model: str, to: str) -> None:
-        """Refuse: there is no other process.
-
-        Raises:
-            NotFound: always.
-        """
+        """Refuse: there is no other process."""
         raise NotFound(
             f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
         )
 
     async def lost(self, model: str, reason: str) -> None:
-        """Refuse: no other process can own it.
-
-        Raises:
-            NotOwner: always.
-        """
+        """Refuse: no other process can own it."""
         raise NotOwner(f"model {model!r}: {reason}")
 
     async def forget(self, model: str) -> None:
@@ -188,12 +157,6 @@ class SingleProcess:
 
     async def drain(self) -> None:
         """Do nothing: no other process could take the models."""
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 class JoiningProcess(SingleProcess):

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from deltasync.base.errors import NotFound, Owner
-from deltasync.cluster.bucket import ClusterState
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import ClusterState, Member
 
 
 def ranked(model: str, names: Iterable[str]) -> list[str]:

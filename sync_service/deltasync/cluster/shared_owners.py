@@ -8,9 +8,8 @@ from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, NotOwner, Owner
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import first_of
-from deltasync.cluster.bucket import Bucket, BucketCopy, Changed, ClusterState
+from deltasync.cluster.bucket import Bucket, BucketCopy, Changed, ClusterOptions, ClusterState, Member
 from deltasync.cluster.lease_store import ConsumerNames, Heartbeat, LeaseStore
-from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import Host
 from deltasync.cluster.placement import Steps, next_heir, next_steps, responsibility_for
 from deltasync.cluster.transfer import OwnedModels, Transfer
@@ -21,14 +20,6 @@ class SharedOwners:
 
     The log decides ownership: a process that takes over a model fences off the others. The bucket lets all
     processes agree beforehand.
-
-    Args:
-        options: options of the lease.
-        me: this process, with a unique name.
-        bucket: the bucket of the cluster.
-        host: opens and closes models.
-        events: receives events.
-        clock_ns: nanoseconds by a steady clock.
     """
 
     def __init__(
@@ -40,10 +31,7 @@ class SharedOwners:
         events: Events,
         clock_ns: Callable[[], int] = steady_ns,
     ) -> None:
-        self._options = options
-        self._host = host
-        self._events = events
-        self._clock_ns = clock_ns
+        self._options, self._host, self._events, self._clock_ns = options, host, events, clock_ns
         self._copy = BucketCopy(options.lease_ns)
         self._nudged = asyncio.Event()
         self._leases = LeaseStore(bucket, self._copy, events, clock_ns, self._nudged)
@@ -70,11 +58,7 @@ class SharedOwners:
         return self._beat.confirmed
 
     def check(self, model: str) -> None:
-        """Check that this process serves a model, or would own it if it is new.
-
-        Raises:
-            NotOwner: it does not, or not yet. The error names the process to ask, if there is one.
-        """
+        """Check that this process serves a model, or would own it if it is new."""
         if not responsibility_for(model, state := self._state()).here:
             raise _not_owner(model, state)
 
@@ -84,7 +68,7 @@ class SharedOwners:
 
     def models(self) -> Collection[str]:
         """All models of the cluster that this process knows."""
-        return sorted({*self._copy.claims, *self._with_log, *self._owned.names()})
+        return sorted({*self._copy.claims, *self._with_log, *self._owned})
 
     def model_of(self, consumer: str) -> str | None:
         """The model of a consumer; None if there is no such consumer."""
@@ -103,12 +87,7 @@ class SharedOwners:
         return [each for each in self._copy.silent(self._clock_ns()) if each.name != self.me.name]
 
     async def claim(self, model: str) -> Owner:
-        """Own a model if this process already does or is its heir. Its log is open here when this returns.
-
-        Raises:
-            NotOwner: another process owns it or is its heir, or this one cannot take it over now.
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Own a model if this process already does or is its heir. Its log is open here when this returns."""
         state, tenure = self._state(), self._owned.get(model)
         answer = responsibility_for(model, state)
         mine = answer.here or (answer.owner is None and self.confirmed and not self.me.draining)
@@ -123,12 +102,7 @@ class SharedOwners:
             raise _not_owner(model, self._state()) from error
 
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Host.save`) and hand it over to another process.
-
-        Raises:
-            NotOwner: this process does not own it.
-            NotFound: no such process is alive, or it is draining.
-        """
+        """Save a model (`Host.save`) and hand it over to another process."""
         next_heir(model, self._state(), to)
         if model not in self._owned.open():
             raise _not_owner(model, self._state())
@@ -144,12 +118,7 @@ class SharedOwners:
         self._nudged.set()
 
     async def forget(self, model: str) -> None:
-        """Remove the log and the claim of a deleted model.
-
-        Raises:
-            NotOwner: another process has claimed it, or could have, because this one is not confirmed.
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Remove the log and the claim of a deleted model."""
         self.check(model)
         await self._host.forget(model)
         for name in self.consumers_of(model):
@@ -159,40 +128,27 @@ class SharedOwners:
         except Changed as error:
             raise NotOwner(f"model {model!r}: another process changed its entry; try again") from error
         self._with_log -= {model}
-        self._owned.drop(model)
+        self._owned.pop(model, None)
 
     async def reserve_consumer(self, name: str, model: str) -> None:
-        """Reserve the name of a consumer for a model owned here. Idempotent.
-
-        Raises:
-            Contradiction: a consumer of another model has the name.
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Reserve the name of a consumer for a model owned here. Idempotent."""
         await self._names.reserve(name, model)
 
     async def forget_consumer(self, name: str) -> None:
-        """Free the name of a consumer of a model owned here. Idempotent.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Free the name of a consumer of a model owned here. Idempotent."""
         await self._names.forget(name)
 
     async def drain(self) -> None:
         """Take over no more models; save the models owned here and hand them over one by one."""
         self._events.emit(EventKind.PROCESS_DRAINING, process=self.me.name)
         self._beat.change(draining=True)
-        await self._beat.speak(len(self._owned.names()))
-        for model in self._owned.names():
+        await self._beat.speak(len(self._owned))
+        for model in sorted(self._owned):
             with suppress(NotOwner):  # The model may have left already.
                 await self._release(model)
 
     async def start(self) -> None:
-        """Join the cluster: read the bucket, write heartbeats, and take over models as their heir.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Join the cluster: read the bucket, write heartbeats, and take over models as their heir."""
         self._started_ns = self._clock_ns()
         await self._leases.read_patiently()
         self._running = asyncio.create_task(self._run())
@@ -202,7 +158,7 @@ class SharedOwners:
         self._beat.change(draining=True)
         tasks = [
             self._transfer.leave(model, "the process is shutting down", next_heir(model, self._state()))
-            for model in self._owned.names()
+            for model in sorted(self._owned)
         ]
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in filter(None, [self._running, self._writing]):
@@ -220,7 +176,7 @@ class SharedOwners:
         if not self.confirmed:  # Before it renews the lease: others may have taken over during a suspension.
             self._begin(next_steps(self._state()))
         if self._beat.due:
-            await self._beat.speak(len(self._owned.names()))
+            await self._beat.speak(len(self._owned))
             await self._look()
         self._begin(next_steps(self._state()))
 
@@ -261,12 +217,7 @@ class SharedOwners:
             self._writing = asyncio.create_task(self._transfer.write(steps))
 
     async def _release(self, model: str, to: str = "") -> None:
-        """Save a model if it is open, and hand it over to another process: `to`, or else its heir.
-
-        Raises:
-            NotOwner: this process does not own it.
-            NotFound: no process `to` is alive, or it is draining.
-        """
+        """Save a model if it is open, and hand it over to another process: `to`, or else its heir."""
         if model in self._owned.open():
             try:
                 await self._host.save(model)

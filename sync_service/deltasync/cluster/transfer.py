@@ -9,9 +9,8 @@ from enum import Enum
 from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import backoff
-from deltasync.cluster.bucket import BucketCopy, Changed, ClusterState
+from deltasync.cluster.bucket import BucketCopy, Changed, Claim, ClusterState
 from deltasync.cluster.lease_store import ConsumerNames, Heartbeat, LeaseStore
-from deltasync.cluster.member import Claim
 from deltasync.cluster.owners import Host
 from deltasync.cluster.placement import Steps, next_after, next_heir
 
@@ -20,22 +19,11 @@ _TAKEN_AT_ONCE = 4
 
 
 class Transfer:
-    """Takes over models (claim first, then log) and gives them up (log first). Used in the event loop.
-
-    Args:
-        tenures: the models of this process.
-        leases: writes the claims.
-        copy: the copy of the bucket.
-        names: the names of the consumers of these models.
-        host: opens and closes the models.
-        events: receives events.
-        beat: the heartbeat of this process.
-        state: returns the current state of the cluster, as far as this process knows it.
-    """
+    """Takes over models (claim first, then log) and gives them up (log first). Used in the event loop."""
 
     def __init__(
         self,
-        tenures: "OwnedModels",
+        owned: "OwnedModels",
         leases: LeaseStore,
         copy: BucketCopy,
         names: ConsumerNames,
@@ -44,31 +32,17 @@ class Transfer:
         beat: Heartbeat,
         state: Callable[[], ClusterState],
     ) -> None:
-        self._owned = tenures
-        self._leases = leases
-        self._copy = copy
-        self._names = names
-        self._host = host
-        self._events = events
-        self._beat = beat
-        self._state = state
+        self._owned, self._leases, self._copy, self._names = owned, leases, copy, names
+        self._host, self._events, self._beat, self._state = host, events, beat, state
         self._gate = asyncio.Semaphore(_TAKEN_AT_ONCE)
 
     def take(self, model: str, reason: str) -> "asyncio.Task[Owner]":
-        """Begin the takeover of a model, or join one that has begun. If it fails, the next process tries.
-
-        Args:
-            model: name of the model.
-            reason: why, in words.
-
-        Returns:
-            The task, which raises `NotOwner` or `ServiceUnavailable` on failure.
-        """
+        """Begin the takeover of a model, or join one that has begun. If it fails, the next process tries."""
         tenure = self._owned.get(model)
         if tenure is None:
             self._names.drop(model)
             tenure = Tenure(self._new_claim())
-            self._owned.add(model, tenure)
+            self._owned[model] = tenure
             tenure.taking = asyncio.create_task(self._take(model, tenure, reason))
             tenure.taking.add_done_callback(_retrieve)
         if tenure.taking is None:
@@ -76,13 +50,10 @@ class Transfer:
         return tenure.taking
 
     def leave(self, model: str, reason: str, heir: str | None = None) -> "asyncio.Task[None]":
-        """Begin to give up a model, or join a release that has begun.
+        """Begin to give up a model of this process, or join a release that has begun.
 
-        Args:
-            model: name of a model of this process.
-            reason: why, in words.
-            heir: the process that should take it over; empty = the first in its order; None = write no release,
-                because another process already owns it or brokers do not answer.
+        `heir` should take it over; empty = the first in its order; None = write no release, because another
+        process already owns it or brokers do not answer.
         """
         tenure = self._owned.get(model)
         if tenure is None:
@@ -135,13 +106,13 @@ class Transfer:
         try:
             await self._leases.write_claim(model, tenure.claim)
         except Changed as error:
-            self._owned.drop(model)
+            self._owned.pop(model, None)
             winner = self._copy.claims.get(model)
             raise NotOwner(
                 f"model {model!r} was claimed by another process", owner=winner.owner if winner else None
             ) from error
         except ServiceUnavailable:
-            self._owned.drop(model)
+            self._owned.pop(model, None)
             self._owned.wait(model)
             raise
         return owner
@@ -169,7 +140,7 @@ class Transfer:
         except Exception as error:  # noqa: BLE001  # the next owner fences off the rest
             self._events.emit(EventKind.FAILED, "it could not be closed", error, model=model)
         finally:
-            self._owned.drop(model)
+            self._owned.pop(model, None)
 
     async def _write_release(self, model: str, heir: str) -> None:
         try:
@@ -210,37 +181,20 @@ class _Wait:
     seconds: Iterator[float] = field(default_factory=backoff)
 
 
-class OwnedModels:
-    """The models of a process, and those that it failed to take over."""
+class OwnedModels(dict[str, Tenure]):
+    """The models that a process owns, takes over or gives up, and those that it failed to take over."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
-        self._owned = dict[str, Tenure]()
         self._waits = dict[str, _Wait]()
-
-    def get(self, model: str) -> Tenure | None:
-        """The tenure of a model, if there is one."""
-        return self._owned.get(model)
-
-    def add(self, model: str, tenure: Tenure) -> None:
-        """Begin the tenure of a model."""
-        self._owned[model] = tenure
-
-    def drop(self, model: str) -> None:
-        """End the tenure of a model, if there is one."""
-        self._owned.pop(model, None)
-
-    def names(self) -> list[str]:
-        """The models that this process owns, takes over or gives up."""
-        return sorted(self._owned)
 
     def claims(self) -> dict[str, Claim]:
         """The claims of these models."""
-        return {model: tenure.claim for model, tenure in self._owned.items()}
+        return {model: tenure.claim for model, tenure in self.items()}
 
     def open(self) -> set[str]:
         """The models whose logs are open here."""
-        return {model for model, tenure in self._owned.items() if tenure.stage is Stage.OPEN}
+        return {model for model, tenure in self.items() if tenure.stage is Stage.OPEN}
 
     def wait(self, model: str, least_seconds: float = 0.0) -> None:
         """Record a failed takeover: wait before the next attempt, longer each time."""

@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
@@ -25,7 +24,7 @@ from deltasync.log.log_store import (
     WriteQueue,
     check_written,
 )
-from deltasync.log.records import damaged, key_of, name_of, with_checksum, without_checksum
+from deltasync.log.records import damaged, key_of, name_of, pack_json, with_checksum, without_checksum
 from deltasync.log.volume import Volume
 
 # Room in a message for its subject and headers.
@@ -117,7 +116,7 @@ class JetStreamStore:
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         """Drop the records from `number` on, or only those of one part of `number`."""
-        note = drop_note(stream, number, part)
+        note = pack_json({"drop": [stream, number, part]})
 
         def gone(sequence: int) -> list[tuple[str, int]]:
             numbers = {number} if part is not None else self._index.numbers(stream, number)
@@ -127,7 +126,7 @@ class JetStreamStore:
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
         """Drop the records up to number `upto`."""
-        note = truncate_note(stream, upto)
+        note = pack_json({"truncate": [stream, upto]})
 
         def gone(sequence: int) -> list[tuple[str, int]]:
             return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
@@ -136,17 +135,17 @@ class JetStreamStore:
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
         """Write a small record, unless a write in `after` was refused; None deletes it."""
+        return self.put_all({name: value}, after=after)
+
+    def put_all(self, records: Mapping[str, bytes | None], *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Write several small records, all or none; None deletes one."""
+        note = put_note(records)
 
         def write(operation: "Operation") -> None:
             check_written(after)
-            self._note(operation, put_note({name: value}))
+            self._note(operation, note)
 
-        return self.queue.submit(write, len(value or b""))
-
-    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Write several small records, all or none; None deletes one."""
-        note = put_note(records)
-        return self.queue.submit(lambda operation: self._note(operation, note), len(note))
+        return self.queue.submit(write, len(note))
 
     # Reading.
 
@@ -186,9 +185,8 @@ class JetStreamStore:
 
     async def _payload(self, address: Address, sequences: tuple[int, ...]) -> memoryview | None:
         """The payload of a record; None if it was dropped meanwhile."""
-        pieces = await asyncio.gather(
-            *(read_message(self._brokers, self.subjects.stream, each) for each in sequences)
-        )
+        stream = self.subjects.stream
+        pieces = await asyncio.gather(*(read_message(self._brokers, stream, each) for each in sequences))
         if any(piece is None for piece in pieces):
             with self._lock:
                 if self._index.messages_of(address) != sequences:
@@ -229,7 +227,8 @@ class JetStreamStore:
             raise LogFull(_FULL)
 
     def _append(self, operation: "Operation", address: Address, payload: Sequence[Buffer]) -> None:
-        messages = pieces_of(key_of(*address), payload, self._brokers.client.max_payload)
+        whole, most = with_checksum(key_of(*address), *payload), self._brokers.client.max_payload - HEADER_BYTES
+        messages = [whole[start : start + most] for start in range(0, len(whole), most)]
         for number, message in enumerate(messages):
             subject = self.subjects.piece(address, number, len(messages))
 
@@ -289,12 +288,6 @@ class JetStreamStore:
         if due and not self._compacting:
             self._compacting = True
             self.queue.submit(self._compact, 0)
-
-
-def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
-    """Split a record with its checksum into messages."""
-    whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
-    return [whole[start : start + most] for start in range(0, len(whole), most)]
 
 
 def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
@@ -446,9 +439,17 @@ class Index:
         """Apply a note, which puts, drops or truncates records."""
         try:
             ((kind, content),) = json.loads(note).items()
-            kinds: dict[str, Callable[[Any], None]]
-            kinds = {"put": self._put, "drop": self._drop, "truncate": self._truncate}
-            kinds[kind](content)
+            if kind == "put":
+                self._put(content)
+            elif kind == "truncate":
+                stream, upto = content
+                self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
+            elif kind == "drop":
+                stream, number, part = content
+                last = (LAST_NUMBER, LAST_PART, LAST_PART) if part is None else (number, part, LAST_PART)
+                self._forget(stream, (number, part or 0, 0), last)
+            else:
+                raise KeyError(kind)
         except (KeyError, TypeError, ValueError) as error:
             raise StorageFailed(
                 f"the log has an unknown note ({error!r}): update deltasync, or give the service "
@@ -506,16 +507,6 @@ class Index:
             if value is not None:
                 self.small[name] = value.encode("latin-1")
 
-    def _drop(self, content: list[Any]) -> None:
-        stream, number, part = content
-        first = (number, part or 0, 0)
-        last = (number, part, LAST_PART) if part is not None else (LAST_NUMBER, LAST_PART, LAST_PART)
-        self._forget(stream, first, last)
-
-    def _truncate(self, content: list[Any]) -> None:
-        stream, upto = content
-        self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
-
     def _forget(self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]) -> None:
         self._remove(stream, self._between(stream, first, last))
         partial = [each for each in self._unfinished if each.stream == stream and first <= each.numbers <= last]
@@ -534,14 +525,4 @@ class _Unfinished:
 def put_note(records: Mapping[str, bytes | None]) -> bytes:
     """The note that sets small records, or drops those that are None."""
     texts = {name: None if value is None else value.decode("latin-1") for name, value in records.items()}
-    return json.dumps({"put": texts}, separators=(",", ":")).encode()
-
-
-def drop_note(stream: str, number: int, part: int | None) -> bytes:
-    """The note that drops the records from a number on, or those of one part of it."""
-    return json.dumps({"drop": [stream, number, part]}).encode()
-
-
-def truncate_note(stream: str, upto: int) -> bytes:
-    """The note that drops the records up to a number."""
-    return json.dumps({"truncate": [stream, upto]}).encode()
+    return pack_json({"put": texts})

@@ -305,11 +305,6 @@ class Fence:
     sequence: int
 
 
-def fence_note(process: str, epoch: int) -> bytes:
-    """The payload of a fence."""
-    return json.dumps({"process": process, "epoch": epoch}).encode()
-
-
 def message_id(session: str, number: int) -> str:
     """The id of a message, which stays the same when it is sent again."""
     return f"{session}.{number}"

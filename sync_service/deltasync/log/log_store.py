@@ -42,6 +42,8 @@ class LogStore(Protocol):
     `StorageFailed` if nothing was written. A failed write does not affect others. A `patient` write matters only
     with a later one, and may be batched with the next write that is not patient, or with several patient ones.
 
+    Methods that read raise `StorageFailed` for a damaged record, and name it.
+
     Attributes:
         shared: whether another process can take over the log. If so, it is truncated only up to a checkpoint which
             that process can read.
@@ -89,28 +91,16 @@ class LogStore(Protocol):
         """Write several small records, and delete those that are None, all or none, even in a full log."""
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`, in the order of their addresses.
-
-        Raises:
-            StorageFailed: a record is damaged; the message names it.
-        """
+        """The records with numbers from `first` to `last`, in the order of their addresses."""
 
     def newest(self, stream: str) -> int:
         """The largest number of a stream's records; 0 if it has none."""
 
     def items(self, prefix: str) -> dict[str, bytes]:
-        """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names.
-
-        Raises:
-            StorageFailed: one of them is damaged; the message names it.
-        """
+        """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names."""
 
     def streams(self) -> list[str]:
-        """The names of all streams that have records, sorted.
-
-        Raises:
-            StorageFailed: the internal order of the log is damaged.
-        """
+        """The names of all streams that have records, sorted."""
 
     def used_bytes(self) -> int:
         """Size of the log's content in bytes."""
@@ -131,11 +121,7 @@ class Logs(Protocol):
     accepted_risks: list[str]
 
     def of(self, model: str) -> LogStore:
-        """The log of a model and its consumers.
-
-        Raises:
-            NotOwner: another process of the service owns it.
-        """
+        """The log of a model and its consumers; `NotOwner` if another process of the service owns it."""
 
     def each(self) -> Sequence[LogStore]:
         """All open logs, each once."""
@@ -169,7 +155,7 @@ class EmbeddedLogs:
         return self._log.refusing
 
     def close(self) -> None:
-        """Finish the submitted writes, and close."""
+        """Close it."""
         self._log.close()
 
 
@@ -286,11 +272,7 @@ class WriteQueue:
 
 
 def check_written(writes: Sequence[Future[None]]) -> None:
-    """Check that no earlier write was refused. A pending one fails together with all later ones.
-
-    Raises:
-        StorageFailed: the error of the first refused write.
-    """
+    """Raise the error of the first refused write. A pending one fails together with all later ones."""
     for write in writes:
         if write.done() and (error := write.exception()):
             raise error

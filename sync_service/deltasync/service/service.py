@@ -12,7 +12,7 @@ from deltasync.base.process import FreedMemory
 from deltasync.base.threads import name_threads
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.formats import check_formats
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory

@@ -8,17 +8,17 @@ from deltasync.cluster.bucket import (
     CONSUMER,
     MODEL,
     PROCESS,
+    Claim,
     ClusterState,
+    Member,
     key_of,
     name_of,
-    of_claim,
     of_consumer,
-    of_member,
+    pack,
     to_claim,
     to_consumer,
     to_member,
 )
-from deltasync.cluster.member import Claim, Member
 from deltasync.cluster.placement import heir_of, next_after, next_steps, ranked, responsibility_for
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
@@ -75,8 +75,8 @@ def test_other_keys_are_refused(key: str) -> None:
 
 @given(claims, st.builds(Member, names, st.text(), st.text(), models=st.integers(0)), names)
 def test_entries_are_read_as_they_were_written(written: Claim, member: Member, model: str) -> None:
-    assert to_claim(of_claim(written)) == written
-    assert to_member(of_member(member)) == member
+    assert to_claim(pack(written)) == written
+    assert to_member(pack(member)) == member
     assert to_consumer(of_consumer(model)) == model
 
 

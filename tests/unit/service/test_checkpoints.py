@@ -25,7 +25,7 @@ from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position

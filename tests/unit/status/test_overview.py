@@ -14,7 +14,7 @@ from tests.unit.support.async_tests import in_service
 from deltasync.base.errors import Owner
 from deltasync.cli.lag import _HOLDING
 from deltasync.cli.output import urgency
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.log.brokers import BrokerVolume
 from deltasync.log.volume import Volume

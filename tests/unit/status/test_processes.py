@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from deltasync.base.errors import Owner
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.status.overview import process_statuses
 
