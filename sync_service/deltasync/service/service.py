@@ -11,7 +11,7 @@ from deltasync.base.events import EventCounts, EventKind, EventLog, Events, Rece
 from deltasync.base.process import FreedMemory
 from deltasync.base.threads import name_threads
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.formats import check_formats
+from deltasync.checkpoints.store import check_formats
 from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
 from deltasync.consumers.registry import ConsumerRegistry
