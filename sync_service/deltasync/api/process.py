@@ -43,7 +43,7 @@ from deltasync.base.process import (
 )
 from deltasync.base.progress import Progress
 from deltasync.cluster.bucket import ClusterOptions, Member
-from deltasync.cluster.owners import SingleProcess
+from deltasync.cluster.owners import Owners
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.log.brokers import BrokerOptions, connect
@@ -302,8 +302,8 @@ async def _listen(
         scheme = "https" if certificates else "http"
         http_address = with_port(options.host, listener.getsockname()[1])
         where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
-        if isinstance(service.models.owners, SingleProcess):
-            service.models.owners.me = Member("", where.grpc, where.http)
+        if options.brokers is None:
+            service.join(Owners(Member("", where.grpc, where.http)))
         logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.data_dir)
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,10 @@
 """What the processes of a cluster record about themselves and their models, in a bucket and in a copy of it."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
+
+from pydantic import TypeAdapter
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import DeltasyncError, InvalidInput, Owner
@@ -143,60 +144,21 @@ def name_of(key: str) -> tuple[str, str]:
 T = TypeVar("T")
 
 
-def pack(value: Member | Claim) -> bytes:
-    """The entry of a process or a model."""
-    return json.dumps(asdict(value)).encode()
+_CODECS: dict[type, TypeAdapter[Any]] = {each: TypeAdapter(each) for each in (Member, Claim, str)}
 
 
-def to_member(value: bytes) -> Member:
-    """The process in an entry."""
-    return _made(Member, _fields(value))
+def pack(value: Member | Claim | str) -> bytes:
+    """The entry of a process, of a claim, or of a consumer, which is the name of its model."""
+    return _CODECS[type(value)].dump_json(value)
 
 
-def to_claim(value: bytes) -> Claim:
-    """The claim in an entry."""
-    fields = _fields(value)
-    owner = fields.get("owner")
-    return _made(Claim, fields | {"owner": _made(Owner, owner) if owner is not None else None})
-
-
-def of_consumer(model: str) -> bytes:
-    """The entry of a consumer."""
-    return json.dumps({"model": model}).encode()
-
-
-def to_consumer(value: bytes) -> str:
-    """The model of the consumer in an entry."""
-    model = _fields(value).get("model")
-    if not isinstance(model, str):
-        raise InvalidInput(f"entry of a consumer {value!r}: its model is {model!r}")
-    return model
-
-
-def _fields(value: bytes) -> dict[str, Any]:
+def unpack(kind: type[T], value: bytes) -> T:
+    """Decode an entry of `pack`. Ignore fields that a later version added."""
     try:
-        fields = json.loads(value)
+        decoded: T = _CODECS[kind].validate_json(value, strict=True)
     except ValueError as error:
-        raise InvalidInput(f"entry {value!r}: {error}") from error
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"entry {value!r}: expected an object")
-    return fields
-
-
-def _made(kind: type[T], fields: Any) -> T:
-    """Create an object of `kind`; ignore fields that a later version added."""
-    types = {name: type_ for name, type_ in kind.__annotations__.items() if isinstance(type_, type)}
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: expected an object")
-    for name, type_ in types.items():
-        if name in fields and type(fields[name]) is not type_:
-            raise InvalidInput(
-                f"entry of {kind.__name__.lower()}: {name} is {fields[name]!r}, expected {type_.__name__}"
-            )
-    try:
-        return kind(**{name: fields[name] for name in kind.__annotations__ if name in fields})
-    except TypeError as error:
-        raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: {error}") from error
+        raise InvalidInput(f"entry of {kind.__name__.lower()} {value!r}: {error}") from error
+    return decoded
 
 
 @dataclass(frozen=True)
@@ -328,7 +290,7 @@ class BucketCopy:
         # The same entry again, from a new read of the bucket, does not prove that the process is alive.
         last = self._last_words.get(name)
         if last is None or last.revision != entry.revision:
-            self._last_words[name] = _LastWord(to_member(entry.value), entry.revision, now_ns)
+            self._last_words[name] = _LastWord(unpack(Member, entry.value), entry.revision, now_ns)
 
     def _see_model(self, name: str, value: bytes) -> None:
         self.stored.pop(name, None)
@@ -336,7 +298,7 @@ class BucketCopy:
             self.claims.pop(name, None)
             self.deletions += 1
             return
-        claim = self.stored[name] = to_claim(value)
+        claim = self.stored[name] = unpack(Claim, value)
         self._epoch = max(self._epoch, claim.epoch)
         if claim.counts_before(self.claims.get(name)):
             self.claims[name] = claim
@@ -345,4 +307,4 @@ class BucketCopy:
         self.stored_consumers.pop(name, None)
         self.consumers.pop(name, None)
         if value:
-            self.stored_consumers[name] = self.consumers[name] = to_consumer(value)
+            self.stored_consumers[name] = self.consumers[name] = unpack(str, value)

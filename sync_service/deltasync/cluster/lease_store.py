@@ -19,7 +19,6 @@ from deltasync.cluster.bucket import (
     Entry,
     Member,
     key_of,
-    of_consumer,
     pack,
 )
 
@@ -86,7 +85,7 @@ class LeaseStore:
 
     async def write_consumer(self, name: str, model: str) -> None:
         """Write the model of a consumer; an empty model removes the entry."""
-        await self._write(key_of(CONSUMER, name), of_consumer(model) if model else b"")
+        await self._write(key_of(CONSUMER, name), pack(model) if model else b"")
 
     async def close(self) -> None:
         """Stop following the bucket."""

@@ -7,54 +7,72 @@ from deltasync.base.errors import NotFound, NotOwner, Owner
 from deltasync.cluster.bucket import Member
 
 
-class Owners(Protocol):
-    """The owners of models. Used in the event loop.
+class Owners:
+    """The owners of models. These are those of a single process, which owns all models; see also `SharedOwners`.
 
-    Methods that wait for brokers are coroutines, and raise `ServiceUnavailable` if brokers do not answer.
+    Used in the event loop. Methods that wait for brokers are coroutines, and raise `ServiceUnavailable` if brokers
+    do not answer.
     """
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
 
     @property
     def me(self) -> Member:
         """This process."""
+        return self._me
 
     @property
     def confirmed(self) -> bool:
         """Whether this process may serve its models: brokers confirmed a heartbeat within the lease."""
+        return True
 
     def check(self, model: str) -> None:
-        """Raise `NotOwner`, with the process to ask if there is one, unless this process serves a model or would
-        own it if it is new.
+        """Raise `NotOwner` unless this process serves a model, or would own it if it is new.
+
+        The error names the process to ask, if there is one.
         """
 
-    def owner_of(self, model: str) -> Owner | None:
+    def owner_of(self, model: str) -> Owner | None:  # noqa: ARG002
         """The live owner of a model; None without one."""
+        return self.me.owner()
 
     def models(self) -> Collection[str]:
-        """All models of the cluster that this process knows."""
+        """The models that other processes of the cluster may have."""
+        return ()
 
-    def model_of(self, consumer: str) -> str | None:
-        """The model of a consumer; None if there is no such consumer."""
+    def model_of(self, consumer: str) -> str | None:  # noqa: ARG002
+        """The model of a consumer; None if the cluster does not know it."""
+        return None
 
-    def consumers_of(self, model: str) -> Collection[str]:
-        """The names of the consumers that follow a model."""
+    def consumers_of(self, model: str) -> Collection[str]:  # noqa: ARG002
+        """The names of the consumers of a model that the cluster knows."""
+        return ()
 
     def processes(self) -> Sequence[Member]:
         """The live processes of the cluster, including this one, by name."""
+        return [self.me]
 
     def gone(self) -> Sequence[Member]:
         """The processes whose lease expired without a goodbye, by name."""
+        return ()
 
-    async def claim(self, model: str) -> Owner:
+    async def claim(self, model: str) -> Owner:  # noqa: ARG002
         """Own a model if this process already does or is its heir. Its log is open here when this returns.
 
         Otherwise, or if this process cannot take it over now, raise `NotOwner`.
         """
+        return self.me.owner()
 
     async def move(self, model: str, to: str) -> None:
         """Save a model (`Host.save`) and hand it over; `NotFound` if process `to` is away or draining."""
+        raise NotFound(
+            f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
+        )
 
     async def lost(self, model: str, reason: str) -> None:
         """Give up a model after another process took over its log."""
+        raise NotOwner(f"model {model!r}: {reason}")
 
     async def forget(self, model: str) -> None:
         """Remove the log and the claim of a deleted model."""
@@ -70,6 +88,34 @@ class Owners(Protocol):
 
     async def drain(self) -> None:
         """Take over no more models; save the models owned here and hand them over one by one."""
+
+
+class JoiningProcess(Owners):
+    """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
+
+    @property
+    def confirmed(self) -> bool:
+        """False."""
+        return False
+
+    def check(self, model: str) -> None:
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    def owner_of(self, model: str) -> Owner | None:  # noqa: ARG002
+        """None: this process has not read the bucket yet."""
+        return None
+
+    async def claim(self, model: str) -> Owner:
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    async def reserve_consumer(self, name: str, model: str) -> None:  # noqa: ARG002
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    def _refuse(self, model: str) -> NoReturn:
+        raise NotOwner(f"model {model!r}: this process is joining the cluster; try again")
 
 
 class Host(Protocol):
@@ -92,93 +138,3 @@ class Host(Protocol):
 
     async def models_with_log(self) -> Collection[str]:
         """The names of all models that have a log, in any process."""
-
-
-class SingleProcess:
-    """The `Owners` of a single process, which owns all models and needs no brokers.
-
-    Its log has the names of all consumers.
-    """
-
-    confirmed = True
-
-    def __init__(self, me: Member) -> None:
-        self.me = me
-
-    def check(self, model: str) -> None:
-        """Do nothing: this process serves all models."""
-
-    def owner_of(self, _model: str) -> Owner | None:
-        """This process."""
-        return self.me.owner()
-
-    def models(self) -> Collection[str]:
-        """None besides those of the service itself."""
-        return ()
-
-    def model_of(self, _consumer: str) -> str | None:
-        """None besides those of the service itself."""
-        return None
-
-    def consumers_of(self, _model: str) -> Collection[str]:
-        """None besides those of the service itself."""
-        return ()
-
-    def processes(self) -> Sequence[Member]:
-        """This process."""
-        return [self.me]
-
-    def gone(self) -> Sequence[Member]:
-        """None."""
-        return ()
-
-    async def claim(self, _model: str) -> Owner:
-        """Do nothing."""
-        return self.me.owner()
-
-    async def move(self, model: str, to: str) -> None:
-        """Refuse: there is no other process."""
-        raise NotFound(
-            f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
-        )
-
-    async def lost(self, model: str, reason: str) -> None:
-        """Refuse: no other process can own it."""
-        raise NotOwner(f"model {model!r}: {reason}")
-
-    async def forget(self, model: str) -> None:
-        """Do nothing."""
-
-    async def reserve_consumer(self, name: str, model: str) -> None:
-        """Do nothing."""
-
-    async def forget_consumer(self, name: str) -> None:
-        """Do nothing."""
-
-    async def drain(self) -> None:
-        """Do nothing: no other process could take the models."""
-
-
-class JoiningProcess(SingleProcess):
-    """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
-
-    confirmed = False
-
-    def check(self, model: str) -> None:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    def owner_of(self, _model: str) -> Owner | None:
-        """None: this process has not read the bucket yet."""
-        return None
-
-    async def claim(self, model: str) -> Owner:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    async def reserve_consumer(self, _name: str, model: str) -> None:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    def _refuse(self, model: str) -> NoReturn:
-        raise NotOwner(f"model {model!r}: this process is joining the cluster; try again")

@@ -10,12 +10,12 @@ from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import first_of
 from deltasync.cluster.bucket import Bucket, BucketCopy, Changed, ClusterOptions, ClusterState, Member
 from deltasync.cluster.lease_store import ConsumerNames, Heartbeat, LeaseStore
-from deltasync.cluster.owners import Host
+from deltasync.cluster.owners import Host, Owners
 from deltasync.cluster.placement import Steps, next_heir, next_steps, responsibility_for
 from deltasync.cluster.transfer import OwnedModels, Transfer
 
 
-class SharedOwners:
+class SharedOwners(Owners):
     """The `Owners` of a process in a cluster.
 
     The log decides ownership: a process that takes over a model fences off the others. The bucket lets all

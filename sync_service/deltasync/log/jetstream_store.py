@@ -7,22 +7,23 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.log.brokers import Brokers, BrokerVolume
-from deltasync.log.jetstream_stream import Address, Fence, LogSubjects, Message, Sender, read_message
+from deltasync.log.jetstream_stream import Fence, LogSubjects, Message, Sender, read_message
 from deltasync.log.log_store import (
     LAST_NUMBER,
     LAST_PART,
+    Address,
     Buffer,
     LogFull,
+    QueuedLog,
     Record,
     Submitted,
     WriteQueue,
-    check_written,
 )
 from deltasync.log.records import damaged, key_of, name_of, pack_json, with_checksum, without_checksum
 from deltasync.log.volume import Volume
@@ -40,16 +41,17 @@ _READ_ANEW = "restart this process, which reads its logs again; a checkpoint and
 Gone = Callable[[int], list[tuple[str, int]]]
 
 
-class JetStreamStore:
+class JetStreamStore(QueuedLog["Operation"]):
     """A `LogStore` of one model. Records are messages; dropped ones are purged."""
 
     def __init__(
         self, brokers: Brokers, subjects: LogSubjects, index: "Index", fence: Fence, volume: BrokerVolume
     ) -> None:
-        self.shared, self.refusing = True, False
+        super().__init__()
+        self.shared = True
         self.capacity = brokers.options.max_bytes
         self.volume: Volume = volume
-        self.commits, self.queue = volume.commits, WriteQueue()
+        self.commits = volume.commits
         self.subjects, self._brokers, self._index = subjects, brokers, index
         self._sender = Sender(brokers, subjects, fence)
         self._purges = Purges(brokers, subjects.stream)
@@ -58,7 +60,6 @@ class JetStreamStore:
         self._compacting = False
         self._last: Operation | None = None
         self._running = asyncio.run_coroutine_threadsafe(self._sender.run(), brokers.loop)
-        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     @property
@@ -91,61 +92,6 @@ class JetStreamStore:
         self._brokers.run(self._purges.cancel())
         self.queue.close()
         self._writer.join()
-
-    # Writing.
-
-    def append(
-        self,
-        stream: str,
-        number: int,
-        part: int,
-        index: int,
-        *payload: Buffer,
-        after: Sequence[Future[None]] = (),
-        patient: bool = False,
-    ) -> Future[None]:
-        """Write a record from its pieces, unless a write in `after` was refused."""
-        address, size = Address(stream, number, part, index), sum(memoryview(each).nbytes for each in payload)
-
-        def write(operation: "Operation") -> None:
-            check_written(after)
-            self._check_room(size)
-            self._append(operation, address, payload)
-
-        return self.queue.submit(write, size, patient=patient)
-
-    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Drop the records from `number` on, or only those of one part of `number`."""
-        note = pack_json({"drop": [stream, number, part]})
-
-        def gone(sequence: int) -> list[tuple[str, int]]:
-            numbers = {number} if part is not None else self._index.numbers(stream, number)
-            return [(self.subjects.records(stream, each, part), sequence) for each in numbers]
-
-        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0, patient=patient)
-
-    def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Drop the records up to number `upto`."""
-        note = pack_json({"truncate": [stream, upto]})
-
-        def gone(sequence: int) -> list[tuple[str, int]]:
-            return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
-
-        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0)
-
-    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write a small record, unless a write in `after` was refused; None deletes it."""
-        return self.put_all({name: value}, after=after)
-
-    def put_all(self, records: Mapping[str, bytes | None], *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write several small records, all or none; None deletes one."""
-        note = put_note(records)
-
-        def write(operation: "Operation") -> None:
-            check_written(after)
-            self._note(operation, note)
-
-        return self.queue.submit(write, len(note))
 
     # Reading.
 
@@ -198,14 +144,13 @@ class JetStreamStore:
     # The methods below run in the writer's thread.
 
     def _write_loop(self) -> None:
-        closing = False
-        while not closing:
-            batch, closing = self.queue.take()
-            for each in batch:
-                self._last = self._begin(each)
-            del batch  # Its closures refer to rows.
+        super()._write_loop()
         if self._last:
             self._last.wait()  # Writes are acknowledged in order, so all earlier ones are done too.
+
+    def _write(self, submitted: list[Submitted]) -> None:
+        for each in submitted:
+            self._last = self._begin(each)
 
     def _begin(self, submitted: Submitted) -> "Operation":
         operation = Operation(submitted, self.queue, self.commits)
@@ -220,13 +165,11 @@ class JetStreamStore:
                 operation.wait()
         return operation
 
-    def _check_room(self, size: int) -> None:
+    def _append(self, batch: "Operation", address: Address, payload: Sequence[Buffer], size: int) -> None:
         with self._lock:
             used = self._index.bytes + self._unacknowledged
         if used + size > self.capacity:
             raise LogFull(_FULL)
-
-    def _append(self, operation: "Operation", address: Address, payload: Sequence[Buffer]) -> None:
         whole, most = with_checksum(key_of(*address), *payload), self._brokers.client.max_payload - HEADER_BYTES
         messages = [whole[start : start + most] for start in range(0, len(whole), most)]
         for number, message in enumerate(messages):
@@ -239,7 +182,23 @@ class JetStreamStore:
 
             with self._lock:
                 self._unacknowledged += len(message)
-            self._send(operation, subject, message, land)
+            self._send(batch, subject, message, land)
+
+    def _drop(self, batch: "Operation", stream: str, number: int, part: int | None) -> None:
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            numbers = {number} if part is not None else self._index.numbers(stream, number)
+            return [(self.subjects.records(stream, each, part), sequence) for each in numbers]
+
+        self._note(batch, pack_json({"drop": [stream, number, part]}), gone)
+
+    def _truncate(self, batch: "Operation", stream: str, upto: int) -> None:
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
+
+        self._note(batch, pack_json({"truncate": [stream, upto]}), gone)
+
+    def _put(self, batch: "Operation", records: Mapping[str, bytes | None]) -> None:
+        self._note(batch, put_note(records))
 
     def _note(self, operation: "Operation", note: bytes, gone: Gone = lambda _: []) -> None:
         """Append a note, and purge the messages that `gone` returns for it; see `Gone`."""

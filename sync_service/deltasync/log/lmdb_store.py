@@ -21,14 +21,14 @@ from deltasync.log.data_directory import RESTORE, writing
 from deltasync.log.log_store import (
     LAST_NUMBER,
     LAST_PART,
+    Address,
     Buffer,
     LogFull,
     LogOptions,
     LogUnavailable,
+    QueuedLog,
     Record,
     Submitted,
-    WriteQueue,
-    check_written,
 )
 from deltasync.log.records import address_of, damaged, key_of, name_of, with_checksum, without_checksum
 from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
@@ -41,15 +41,15 @@ _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # LMDB needs less for that number of readers.
 
 
-class LmdbStore:
+class LmdbStore(QueuedLog[lmdb.Transaction]):
     """A `LogStore` in a folder."""
 
     def __init__(self, options: LogOptions) -> None:
+        super().__init__()
         self.shared, self._options = False, options
         self._file = options.directory / "data.mdb"
         # Deletes need free pages too, and more of them the more records there are.
         self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
-        self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
         self._idle, self._reads = threading.Condition(), 0  # The environment may be closed only between reads.
         self._env: lmdb.Environment | None = None
@@ -57,8 +57,6 @@ class LmdbStore:
         self._not_opened: StorageFailed | None = None  # Why reopening failed.
         self._databases = dict[bytes, Any]()
         self._use(_open(options))
-        self.queue = WriteQueue()
-        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
@@ -67,44 +65,6 @@ class LmdbStore:
         self._writer.join()
         self._closed = True
         self._close_environment()
-
-    # Writing.
-
-    def append(
-        self,
-        stream: str,
-        number: int,
-        part: int,
-        index: int,
-        *payload: Buffer,
-        after: Sequence[Future[None]] = (),
-        patient: bool = False,
-    ) -> Future[None]:
-        """Write a record from its pieces, unless a write in `after` was refused."""
-        key = key_of(stream, number, part, index)
-        size = sum(memoryview(piece).nbytes for piece in payload)
-        return self.queue.submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
-
-    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Drop the records from `number` on, or only those of one part of `number`."""
-        first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
-        if part is None:
-            last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
-        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0, patient=patient)
-
-    def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Drop the records up to number `upto`."""
-        first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
-        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0)
-
-    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write a small record, unless a write in `after` was refused; None deletes it."""
-        return self.put_all({name: value}, after=after)
-
-    def put_all(self, records: Mapping[str, bytes | None], *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write several small records, all or none; None deletes one."""
-        size = sum(len(name) + len(value or b"") for name, value in records.items())
-        return self.queue.submit(lambda txn: self._keep(txn, records, after), size)
 
     # Reading.
 
@@ -195,25 +155,28 @@ class LmdbStore:
 
     # The methods below run in the writer's thread.
 
-    def _append(
-        self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
-    ) -> None:
-        check_written(after)
-        value = with_checksum(key, *payload)
-        if self._used(txn) + len(value) > self.capacity:
+    def _append(self, batch: lmdb.Transaction, address: Address, payload: Sequence[Buffer], size: int) -> None:
+        if self._used(batch) + size > self.capacity:
             raise lmdb.MapFullError("full, except for the room that deletes need")
-        txn.put(key, value, db=self._databases[_RECORDS])
+        key = key_of(*address)
+        batch.put(key, with_checksum(key, *payload), db=self._databases[_RECORDS])
 
-    def _keep(
-        self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]]
-    ) -> None:
-        check_written(after)
+    def _put(self, batch: lmdb.Transaction, records: Mapping[str, bytes | None]) -> None:
         for name, value in records.items():
             key = name.encode()
             if value is None:
-                txn.delete(key, db=self._databases[_META])
+                batch.delete(key, db=self._databases[_META])
             else:
-                txn.put(key, with_checksum(key, value), db=self._databases[_META])
+                batch.put(key, with_checksum(key, value), db=self._databases[_META])
+
+    def _drop(self, batch: lmdb.Transaction, stream: str, number: int, part: int | None) -> None:
+        first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
+        if part is None:
+            last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
+        self._delete_range(batch, first, last)
+
+    def _truncate(self, batch: lmdb.Transaction, stream: str, upto: int) -> None:
+        self._delete_range(batch, key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART))
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._databases[_RECORDS]) as cursor:
@@ -221,13 +184,9 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _write_loop(self) -> None:
-        closing = False
-        while not closing:
-            batch, closing = self.queue.take()
-            if batch:
-                self._commit(batch)
-            del batch  # Its closures refer to rows.
+    def _write(self, submitted: list[Submitted]) -> None:
+        if submitted:
+            self._commit(submitted)
 
     def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()

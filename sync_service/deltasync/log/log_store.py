@@ -8,17 +8,19 @@ ones, except those that were refused.
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from deltasync.access.limits import LimitOptions
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.log.volume import Volume
 
+B = TypeVar("B")
 Buffer = bytes | memoryview
 # The largest number, part and index of a record.
 LAST_NUMBER = 2**64 - 1
@@ -33,6 +35,20 @@ class Record:
     part: int
     index: int
     payload: memoryview
+
+
+class Address(NamedTuple):
+    """Place of a record in the log: number, part and index in a stream."""
+
+    stream: str
+    number: int
+    part: int
+    at: int
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Number, part and index."""
+        return self[1:]
 
 
 class LogStore(Protocol):
@@ -276,3 +292,80 @@ def check_written(writes: Sequence[Future[None]]) -> None:
     for write in writes:
         if write.done() and (error := write.exception()):
             raise error
+
+
+class QueuedLog(ABC, Generic[B]):
+    """The writing half of a `LogStore`: a queue, and a thread that adds its writes to batches of type `B`.
+
+    Attributes: see `LogStore`.
+    """
+
+    def __init__(self) -> None:
+        self.refusing, self.queue = False, WriteQueue()
+        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
+
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        """Write a record from its pieces, unless a write in `after` was refused."""
+        address = Address(stream, number, part, index)
+        size = sum(memoryview(piece).nbytes for piece in payload)
+
+        def write(batch: B) -> None:
+            check_written(after)
+            self._append(batch, address, payload, size)
+
+        return self.queue.submit(write, size, patient=patient)
+
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
+        """Drop the records from `number` on, or only those of one part of `number`."""
+        return self.queue.submit(lambda batch: self._drop(batch, stream, number, part), 0, patient=patient)
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        """Drop the records up to number `upto`."""
+        return self.queue.submit(lambda batch: self._truncate(batch, stream, upto), 0)
+
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Write a small record, unless a write in `after` was refused; None deletes it."""
+        return self.put_all({name: value}, after=after)
+
+    def put_all(self, records: Mapping[str, bytes | None], *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Write several small records, all or none; None deletes one."""
+        size = sum(len(name) + len(value or b"") for name, value in records.items())
+
+        def write(batch: B) -> None:
+            check_written(after)
+            self._put(batch, records)
+
+        return self.queue.submit(write, size)
+
+    # The methods below run in the writer's thread.
+
+    @abstractmethod
+    def _append(self, batch: B, address: Address, payload: Sequence[Buffer], size: int) -> None: ...
+
+    @abstractmethod
+    def _drop(self, batch: B, stream: str, number: int, part: int | None) -> None: ...
+
+    @abstractmethod
+    def _truncate(self, batch: B, stream: str, upto: int) -> None: ...
+
+    @abstractmethod
+    def _put(self, batch: B, records: Mapping[str, bytes | None]) -> None: ...
+
+    @abstractmethod
+    def _write(self, submitted: list[Submitted]) -> None: ...
+
+    def _write_loop(self) -> None:
+        closing = False
+        while not closing:
+            submitted, closing = self.queue.take()
+            self._write(submitted)
+            del submitted  # Its closures refer to rows.

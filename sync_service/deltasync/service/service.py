@@ -13,7 +13,7 @@ from deltasync.base.threads import name_threads
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import check_formats
 from deltasync.cluster.bucket import Member
-from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
+from deltasync.cluster.owners import JoiningProcess, Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
 from deltasync.log.lmdb_store import LmdbStore, read_small_record
@@ -93,7 +93,7 @@ class Service:
             )
             undo.pop_all()
         self.views = ViewRegistry(tasks, self.events, options.releases)
-        owners = JoiningProcess(Member("", "", "")) if storage.shared else SingleProcess(Member("", "", ""))
+        owners = JoiningProcess(Member("", "", "")) if storage.shared else Owners(Member("", "", ""))
         self.models = Models(storage, owners, self.registry, self.views, self.limits, self.volumes)
         for records in recorded:
             self.models.recovering |= records

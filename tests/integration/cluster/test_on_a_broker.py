@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from tests.support.ports import free_port
 
 from deltasync.base.errors import Owner
-from deltasync.cluster.bucket import to_claim
+from deltasync.cluster.bucket import Claim, unpack
 from deltasync.cluster.nats_bucket import NatsBucket
 
 LEASE_SECONDS = 1.5
@@ -94,7 +94,7 @@ def _escaped(model: str) -> str:
 
 async def owner_of(client: Client, model: str) -> Owner:
     entry = await (await client.jetstream().key_value("deltasync_owners")).get(f"model.{model}")
-    owner = to_claim(entry.value or b"").owner
+    owner = unpack(Claim, entry.value or b"").owner
     assert owner
     return owner
 
@@ -203,4 +203,4 @@ async def until_owned_by(client: Client, model: str, process: str) -> None:
 
 
 def _says(key: str, value: bytes, model: str, process: str) -> bool:
-    return key == f"model.{model}" and to_claim(value).process == process
+    return key == f"model.{model}" and unpack(Claim, value).process == process

@@ -14,7 +14,7 @@ from tests.unit.support.async_tests import as_test
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, StorageFailed
 from deltasync.base.events import Event, EventKind, EventLog, event_text
 from deltasync.cluster.bucket import Member
-from deltasync.cluster.owners import Owners, SingleProcess
+from deltasync.cluster.owners import Owners
 from deltasync.cluster.placement import heir_of
 
 MODEL = "ads"
@@ -385,7 +385,7 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
         await owners.drain()
         owners.check("ads")
 
-    asyncio.run(scenario(SingleProcess(ME)))
+    asyncio.run(scenario(Owners(ME)))
 
 
 def test_it_needs_no_client_of_brokers() -> None:

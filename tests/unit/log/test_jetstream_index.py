@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.log.jetstream_store import Index, put_note
-from deltasync.log.jetstream_stream import Address, LogSubjects, model_of
+from deltasync.log.jetstream_stream import LogSubjects, model_of
+from deltasync.log.log_store import Address
 from deltasync.log.records import pack_json
 
 STREAMS = st.sampled_from(["cuts/m", "seals/m"])

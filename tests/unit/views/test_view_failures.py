@@ -26,7 +26,7 @@ from deltasync.core.rows import DamagedRows
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 from deltasync.log.lmdb_store import LmdbStore
-from deltasync.log.log_store import LogFull
+from deltasync.log.log_store import Address, LogFull
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
 from deltasync.views.table import EncodedTable
@@ -126,10 +126,10 @@ async def test_a_log_without_room_for_ids_refuses_the_head_too(
 ) -> None:
     view, append = await local.prepared_view(TOP), LmdbStore._append
 
-    def full(log: LmdbStore, txn: Any, key: bytes, *arguments: Any) -> None:
-        if b"releases/top" in key:
+    def full(log: LmdbStore, txn: Any, address: Address, *arguments: Any) -> None:
+        if address.stream == "releases/top":
             raise LogFull("the log is full")
-        append(log, txn, key, *arguments)
+        append(log, txn, address, *arguments)
 
     await local.cut(changed(1, USER, 3))
     before = view.position
