@@ -243,7 +243,7 @@ def _stored(store: CheckpointStore, spec: TableSpec) -> Manifest:
     for first in range(0, spec.rows, _AT_ONCE):
         ids = np.arange(first, min(first + _AT_ONCE, spec.rows))
         table.apply(RowBatch.of_table(spec, ids, values[: len(ids)]), 1 + first // _AT_ONCE)
-    return store.write(_Subject(table), None, 1 << 20)
+    return store.write(_Subject(table), None)
 
 
 def _read(files: Sequence[Path]) -> None:

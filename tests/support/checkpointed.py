@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest, TableKey
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.checkpoints.writing import Source, SourceTable
+from deltasync.checkpoints.writing import Source, SourceTable, WriteOptions
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamped_table import StampedTable
@@ -22,6 +22,7 @@ Held = dict[TableKey, tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64],
 
 MODEL = "clicks"
 _DTYPES = ("<f4", "<f2")
+_SMALL = WriteOptions(file_bytes=2048, chunk_bytes=512, turn_bytes=1024, last_turn_bytes=256)
 
 
 class Owner:
@@ -93,6 +94,8 @@ class Checkpointed:
         store: where the checkpoints are.
         meanwhile: called between the writer's steps.
         check: also called between them; may raise.
+        options: by default, many chunks and files of a few rows.
+        in_turn: whether the writer is using the model's thread.
         held: copies of the tables at each checkpoint, by its id.
         dirty: the dirty rows of the views' tables at each checkpoint, by its id.
     """
@@ -104,7 +107,8 @@ class Checkpointed:
     held: dict[str, Held] = field(default_factory=dict)
     dirty: dict[str, dict[TableKey, list[list[int]]]] = field(default_factory=dict)
     newest: Manifest | None = None
-    limit: int = 256
+    options: WriteOptions = _SMALL
+    in_turn: bool = False
     small: dict[str, bytes] = field(
         default_factory=lambda: {"consumer/mobile": b'{"a": 1}', "offset/x": bytes(range(256))}
     )
@@ -123,11 +127,15 @@ class Checkpointed:
 
     def run(self, function: Callable[[], T]) -> T:
         self.meanwhile()
-        return function()
+        self.in_turn = True
+        try:
+            return function()
+        finally:
+            self.in_turn = False
 
     def write(self, store: CheckpointStore | None = None, check: Callable[[], None] = lambda: None) -> Manifest:
         self.check = check
-        made = (store or self.store).write(self, self.newest, self.limit)
+        made = (store or self.store).write(self, self.newest, self.options)
         self.note(made)
         return made
 

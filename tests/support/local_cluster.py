@@ -24,7 +24,7 @@ from deltasync.access.roles import Roles
 from deltasync.api.application import create_app
 from deltasync.api.process import routes_of
 from deltasync.base.process import listening_socket
-from deltasync.cluster.member import ClusterOptions, Member
+from deltasync.cluster.bucket import ClusterOptions, Member
 from deltasync.cluster.placement import heir_of
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.policy import Policy

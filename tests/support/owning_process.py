@@ -6,7 +6,7 @@ from tests.support.memory_bucket import MemoryBucket, MemoryLog, MemoryStore
 
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.base.events import Event, Events
-from deltasync.cluster.member import ClusterOptions, Member
+from deltasync.cluster.bucket import ClusterOptions, Member
 from deltasync.cluster.shared_owners import SharedOwners
 
 LEASE_SECONDS = 6.0

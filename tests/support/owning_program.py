@@ -13,8 +13,8 @@ from nats.js.errors import APIError, NotFoundError
 
 from deltasync.base.errors import Owner
 from deltasync.base.events import Event, Events, event_line
-from deltasync.cluster.member import ClusterOptions, Member
-from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
+from deltasync.cluster.bucket import ClusterOptions, Member
+from deltasync.cluster.nats_bucket import NatsBucket
 from deltasync.cluster.shared_owners import SharedOwners
 
 PREFIX = "LOG_"
@@ -74,7 +74,7 @@ async def main(url: str, name: str, lease: float) -> None:
     ownership = SharedOwners(
         ClusterOptions(lease_seconds=lease),
         Member(name, f"{name}:1", f"http://{name}", run=name),
-        NatsBucket(client, BucketOptions(timeout_seconds=lease / 3)),
+        NatsBucket(client, "deltasync_owners", timeout_seconds=lease / 3),
         logs,
         Events(_said),
     )

@@ -43,8 +43,8 @@ from deltasync.base.process import (
     write_no_core,
 )
 from deltasync.base.settings import changed
-from deltasync.cluster.member import ClusterOptions, Member
-from deltasync.cluster.owners import SingleProcess
+from deltasync.cluster.bucket import ClusterOptions, Member
+from deltasync.cluster.owners import Owners
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -310,8 +310,8 @@ async def _listen(
         scheme = "https" if certificates else "http"
         http_address = with_port(options.host, listener.getsockname()[1])
         where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
-        if isinstance(service.models.owners, SingleProcess):
-            service.models.owners.me = Member("", where.grpc, where.http)
+        if options.brokers is None:
+            service.join(Owners(Member("", where.grpc, where.http)))
         logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.data_dir)
         stopped = asyncio.create_task(stopping.wait())
         await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
@@ -448,10 +448,10 @@ async def _among_others(service: Service, where: Addresses) -> AsyncIterator[Non
     if (brokers := options.brokers) is None or not isinstance(logs, JetStreamLogs):
         yield
         return
-    from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
+    from deltasync.cluster.nats_bucket import NatsBucket
 
     client = await connect(brokers, options.process)
-    bucket = NatsBucket(client, BucketOptions(name=f"{brokers.prefix}_owners", replicas=brokers.replicas))
+    bucket = NatsBucket(client, f"{brokers.prefix}_owners", replicas=brokers.replicas)
     hosting = service.hosting(logs)
     me = Member(
         options.process,

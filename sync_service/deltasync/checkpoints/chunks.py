@@ -26,7 +26,6 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.wire.row_messages import Columns, Pieces, before_values, rows_pieces
 
-FILE_BYTES = 32 << 20
 # Fits a core's cache, because rows are read from the file, checked and copied one after the other.
 CHUNK_BYTES = 1 << 20
 
@@ -192,10 +191,10 @@ def packed_records(records: Iterable[LogRecord]) -> Iterator[bytes]:
 
 
 class ChunkFile:
-    """A file that is being filled in memory. It has at most `FILE_BYTES`, or a single larger chunk."""
+    """A file that is being filled in memory. It has at most `most_bytes`, or a single larger chunk."""
 
-    def __init__(self) -> None:
-        self._room: NDArray[np.uint8] = np.empty(FILE_BYTES, np.uint8)
+    def __init__(self, most_bytes: int) -> None:
+        self._room: NDArray[np.uint8] = np.empty(most_bytes, np.uint8)
         self._ends = [0]
 
     @property

@@ -36,33 +36,24 @@ def find_version(url: str, model: str, reference: str = "") -> tuple[CheckpointS
     if model not in (models := models_of(place)):
         raise NotFound(f"{url} has no checkpoint of model {model!r}; models there: {listed(models) or 'none'}")
     store = CheckpointStore(model, place)
-    if not reference:
-        return store, _newest(store, url)
-    kept = store.kept()
+    kept = store.kept() if reference else []
     with contextlib.suppress(NotFound):
         return store, store.manifest_of(find_kept(kept, model, reference).id)
     found = store.manifests()
     for problem in (*found.problems, *found.unreachable):
         logger.warning("skipped a checkpoint: %s", problem)
     for each in found.manifests:
-        if is_number(reference, each.version):
+        if not reference or is_number(reference, each.version):
             return store, each
+    if not reference:
+        problems = "; ".join([*found.problems, *found.unreachable])
+        raise StorageFailed(f"{url}: no checkpoint can be read: {problems}")
     names = listed(each.name or str(each.version) for each in kept)
     others = ", ".join(dict.fromkeys(str(each.version) for each in found.manifests))
     raise NotFound(
         f"{url} has no version {reference!r} of model {model!r}; kept versions: {names or 'none'}; versions with "
         f"a checkpoint, newest first: {others or 'none'}"
     )
-
-
-def _newest(store: CheckpointStore, url: str) -> Manifest:
-    found = store.manifests()
-    problems = [*found.problems, *found.unreachable]
-    if not found.manifests:
-        raise StorageFailed(f"{url}: no checkpoint can be read: {'; '.join(problems)}")
-    for problem in problems:
-        logger.warning("skipped a checkpoint: %s", problem)
-    return found.manifests[0]
 
 
 def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMetadata:
@@ -74,7 +65,14 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    exported = _exported(manifest)
+    head = manifest.states[_MODEL]["head"]
+    exported = ExportMetadata(
+        model=manifest.model,
+        position=Position(manifest.history, manifest.version, manifest.seal),
+        step=head["step"],
+        event_time_unix_ns=head.get("event_time_unix_ns"),
+        tables=[spec_of_record(each.record) for each in _entries(manifest)],
+    )
     if _RESERVED in {each.name for each in exported.tables}:
         raise InvalidInput(
             f"table {_RESERVED!r}: safetensors files have their metadata under this name, and nobody could read "
@@ -97,17 +95,6 @@ def export(store: CheckpointStore, manifest: Manifest, path: Path) -> ExportMeta
     except (OSError, SafetensorError) as error:
         raise StorageFailed(f"{path} cannot be written: {error}: choose another folder, or make room") from error
     return exported
-
-
-def _exported(manifest: Manifest) -> ExportMetadata:
-    head = manifest.states[_MODEL]["head"]
-    return ExportMetadata(
-        model=manifest.model,
-        position=Position(manifest.history, manifest.version, manifest.seal),
-        step=head["step"],
-        event_time_unix_ns=head.get("event_time_unix_ns"),
-        tables=[spec_of_record(each.record) for each in _entries(manifest)],
-    )
 
 
 def _entries(manifest: Manifest) -> list[TableEntry]:

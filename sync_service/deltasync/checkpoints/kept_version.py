@@ -7,14 +7,14 @@ share files with each other and with other checkpoints.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.base.words import listed
-from deltasync.checkpoints.manifest import pack_checked, unpack_checked
+from deltasync.checkpoints.manifest import File, pack_checked, unpack_checked
 from deltasync.core.seal import Seal, seal_of_record
 
 KEPT = "kept"
@@ -100,3 +100,46 @@ def find_kept(versions: Sequence[KeptVersion], model: str, reference: str) -> Ke
     raise NotFound(
         f"model {model!r} has no kept version {reference!r}", detail=f"; kept versions: {listed(names) or 'none'}"
     )
+
+
+class SharedFiles:
+    """Which checkpoints use which files. A change costs as much as one checkpoint has files."""
+
+    def __init__(self) -> None:
+        self._files = dict[str, list[File]]()  # By the checkpoint's id.
+        self._users = dict[str, list[str]]()  # Ids of checkpoints, by the file's name.
+        self._own = dict[str, int]()
+
+    def __contains__(self, id: str) -> bool:  # noqa: A002
+        return id in self._files
+
+    def uses(self, name: str) -> bool:
+        """Whether a checkpoint uses a file."""
+        return name in self._users
+
+    def own_bytes(self, id: str) -> int | None:  # noqa: A002
+        """Bytes of the files that only this checkpoint uses; None if its files are unknown."""
+        return self._own.get(id)
+
+    def set(self, id: str, files: Iterable[File]) -> None:  # noqa: A002
+        """Add a checkpoint, or replace its files."""
+        self.remove(id)
+        self._files[id], self._own[id] = list(files), 0
+        for each in self._files[id]:
+            users = self._users.setdefault(each.name, [])
+            if len(users) == 1:
+                self._own[users[0]] -= each.bytes
+            users.append(id)
+            if len(users) == 1:
+                self._own[id] += each.bytes
+
+    def remove(self, id: str) -> None:  # noqa: A002
+        """Remove a checkpoint, if it is there."""
+        for each in self._files.pop(id, ()):
+            users = self._users[each.name]
+            users.remove(id)
+            if len(users) == 1:
+                self._own[users[0]] += each.bytes
+            elif not users:
+                del self._users[each.name]
+        self._own.pop(id, None)

@@ -22,10 +22,11 @@ from deltasync.checkpoints.chunks import (
     CheckpointDamaged,
     DamagedPart,
     LogRecord,
+    check_first_chunk,
     read_chunks,
 )
 from deltasync.checkpoints.file_storage import UNFINISHED, Place, PlaceFailed, StoredFile
-from deltasync.checkpoints.kept_version import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
+from deltasync.checkpoints.kept_version import KEPT, KeptVersion, SharedFiles, kept_file, pack_kept, unpack_kept
 from deltasync.checkpoints.manifest import (
     DATA,
     MANIFESTS,
@@ -33,13 +34,13 @@ from deltasync.checkpoints.manifest import (
     Manifest,
     TableEntry,
     TableKey,
+    check_first_line,
     id_of,
     manifest_name,
     pack_manifest,
     unpack_manifest,
 )
-from deltasync.checkpoints.shared_files import SharedFiles
-from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
+from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject, WriteOptions
 from deltasync.core.changes import Stamps
 from deltasync.core.rows import Ids
 from deltasync.core.stamped_table import StampedTable
@@ -84,6 +85,7 @@ def load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
 logger = logging.getLogger(__name__)
 
 
+_WRITE_OPTIONS = WriteOptions()
 # The newest checkpoint among the users of files.
 _NEWEST = ""
 # Younger files in the remote place may belong to a checkpoint that another process is still copying.
@@ -113,6 +115,23 @@ def models_of(place: Place) -> list[str]:
     """The models with checkpoints in a place."""
     models = [each.name for each in place.names("")]
     return [model for model in models if any(id_of(each.name) for each in place.names(f"{model}/{MANIFESTS}"))]
+
+
+_FORMATS = (MANIFESTS, check_first_line), (KEPT, check_first_line), (DATA, check_first_chunk)
+
+
+def check_formats(place: Place) -> None:
+    """Check that this version can read the checkpoints and kept versions in a place, whatever their model.
+
+    Recovery reports files that are damaged or cannot be read.
+    """
+    with contextlib.suppress(PlaceFailed):
+        for model in place.names(""):
+            for folder, check in _FORMATS:
+                for each in place.names(f"{model.name}/{folder}"):
+                    if id_of(each.name):
+                        with contextlib.suppress(CheckpointDamaged, PlaceFailed), place.open(each.name) as file:
+                            check(each.name, file, each.bytes)
 
 
 class CheckpointStore:
@@ -346,17 +365,16 @@ class CheckpointStore:
 
     # Writing.
 
-    def write(self, subject: Subject, previous: Manifest | None, limit: int) -> Manifest:
-        """Write a checkpoint to the local place while cuts continue: the changes after `previous`, or a new base.
-
-        Its last turn, during which cuts wait, copies at most `limit` bytes.
-        """
+    def write(
+        self, subject: Subject, previous: Manifest | None, options: WriteOptions = _WRITE_OPTIONS
+    ) -> Manifest:
+        """Write a checkpoint to the local place while cuts go on: the changes after `previous`, or a new base."""
         with self._writing:
             new = self._next_id()
             with self._local.using([new]), self.using(*([previous] if previous else [])):
                 base = previous if previous and self._whole(self._local).issuperset(previous.files) else None
-                files = LayerFiles(self._local, f"{self._model}/{DATA}/{new}-")
-                writer = CheckpointWriter(files, subject, base, limit)
+                files = LayerFiles(self._local, f"{self._model}/{DATA}/{new}-", options.file_bytes)
+                writer = CheckpointWriter(files, subject, base, options)
                 try:
                     manifest = writer.write(self._model, new)
                     self._local.put(manifest.name, pack_manifest(manifest))

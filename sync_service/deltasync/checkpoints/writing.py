@@ -19,7 +19,6 @@ from deltasync.core.position import Position
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids
 from deltasync.core.stamped_table import StampedTable
-from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ T = TypeVar("T")
 _Which: TypeAlias = tuple[str, TableKey]  # With the owner's history.
 _Copy: TypeAlias = tuple[PreCopy, list[tuple[StampedTable, int]]]  # Tables with their numbers in chunks.
 
-# Bytes copied in one turn on the model's thread, which takes less than a millisecond.
-TURN_BYTES = 2 << 20
 # A new base is written once later releases would exceed this share of the base. This costs about 1.7 bytes
 # written for each changed byte, bases included, and loading reads at most 2.5 times the size of a base.
 _RELEASES_SHARE = 1.5
@@ -45,9 +42,26 @@ _REST = 2.0
 _LONGEST_REST_SECONDS = 1.0
 # Full files are stored in groups of this size.
 _FULL_FILES = 4
-# A view whose release has been pending for longer is left out. If the log is too full for that release, only a
-# checkpoint makes room.
-PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """Sizes of the parts in which a checkpoint is written.
+
+    Attributes:
+        file_bytes: largest size of a file, unless a single chunk is larger.
+        chunk_bytes: approximate size of a chunk.
+        turn_bytes: bytes copied in one turn on the model's thread, which takes less than a millisecond.
+        last_turn_bytes: largest rest that the last turn copies, which delays a cut by a few milliseconds.
+        patience_seconds: a view whose release has been pending for longer is left out. If the log is too full for
+            that release, only a checkpoint makes room.
+    """
+
+    file_bytes: int = 32 << 20
+    chunk_bytes: int = CHUNK_BYTES
+    turn_bytes: int = 2 << 20
+    last_turn_bytes: int = 8 << 20
+    patience_seconds: float = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +143,12 @@ class LayerFiles:
         names: files that were stored, or whose storing began.
     """
 
-    def __init__(self, place: Place, prefix: str) -> None:
+    def __init__(self, place: Place, prefix: str, file_bytes: int) -> None:
         self.names = list[str]()
-        self._place, self._prefix = place, prefix
+        self._place, self._prefix, self._file_bytes = place, prefix, file_bytes
         # None marks the beginning of a round.
-        self._filling, self._full, self._spare = ChunkFile(), list[ChunkFile | None](), list[ChunkFile]()
+        self._full, self._spare = list[ChunkFile | None](), list[ChunkFile]()
+        self._filling = ChunkFile(file_bytes)
         self._filling.take_memory()
         self._rounds = [list[File]()]
 
@@ -152,7 +167,7 @@ class LayerFiles:
             self._full.append(self._filling)
             if len(self._full) >= _FULL_FILES:
                 self.store()
-            self._filling = self._spare.pop() if self._spare else ChunkFile()
+            self._filling = self._spare.pop() if self._spare else ChunkFile(self._file_bytes)
 
     def store(self) -> bool:
         """Store the full files, and prepare an empty one. Return whether there were any."""
@@ -168,7 +183,7 @@ class LayerFiles:
             self._spare.append(file)
         self._full.clear()
         if not self._spare:  # The thread that fills files must not wait for memory.
-            self._spare.append(ChunkFile())
+            self._spare.append(ChunkFile(self._file_bytes))
             self._spare[-1].take_memory()
         return full
 
@@ -183,12 +198,11 @@ class LayerFiles:
 class CheckpointWriter:
     """Writes one checkpoint. Blocks."""
 
-    def __init__(self, files: LayerFiles, subject: Subject, previous: Manifest | None, limit: int) -> None:
+    def __init__(
+        self, files: LayerFiles, subject: Subject, previous: Manifest | None, options: WriteOptions
+    ) -> None:
         """See `CheckpointStore.write`."""
-        self._files = files
-        self._subject = subject
-        self._previous = previous
-        self._limit = limit
+        self._files, self._subject, self._previous, self._options = files, subject, previous, options
         self._before = dict[_Which, TableEntry]()
         self._slots = 0
         # The tables being copied, by their numbers in chunks.
@@ -227,7 +241,7 @@ class CheckpointWriter:
             self._files.store()
         others = [file for files in self._files.end() for file in files]
         for slot, ids, since in done.dirty:
-            for start in range(0, len(ids), rows := CHUNK_BYTES // _DIRTY_ROW_BYTES):
+            for start in range(0, len(ids), rows := self._options.chunk_bytes // _DIRTY_ROW_BYTES):
                 some = slice(start, start + rows)
                 self._files.add(partial(ChunkFile.add_dirty, slot=slot, ids=ids[some], since=since[some]))
                 self._files.store()
@@ -270,7 +284,7 @@ class CheckpointWriter:
         changed = (
             (each.table.counts.after(numbers.get(each.key, 0)), each.table.spec) for each in tables.values()
         )
-        new = sum(rows * _bytes_of_row(spec) for rows, spec in changed)
+        new = sum(rows * (_ROW_BYTES + spec.dim * spec.dtype.itemsize) for rows, spec in changed)
         return len(previous.layers) < _MOST_LAYERS and sum(releases) + new <= base * _RELEASES_SHARE
 
     def _tables(self) -> dict[_Which, SourceTable]:
@@ -291,7 +305,7 @@ class CheckpointWriter:
             following[slot] = each.table
         self._following = following
         if new:
-            copy = PreCopy([following[slot] for slot in new], list(new.values()), self._limit)
+            copy = PreCopy([following[slot] for slot in new], list(new.values()), self._options.last_turn_bytes)
             self._copies.append((copy, [(following[slot], slot) for slot in new]))
             # New tables go first. The rest of the others may grow meanwhile, so they continue afterwards.
             self._unended = list(self._copies)
@@ -299,8 +313,7 @@ class CheckpointWriter:
     def _turn(self, *, last: bool) -> int | _Moment:
         """Copy some rows. In the last turn, once only a small rest is left, copy that too.
 
-        Returns:
-            The number of bytes copied, 0 if only the rest is left; or the tables, after the last turn.
+        Return the number of bytes copied, 0 if only the rest is left; or the tables, after the last turn.
         """
         position = self._subject.position()
         if copied := self._copy_blocks(self._unended):
@@ -311,7 +324,7 @@ class CheckpointWriter:
             return copied
         states = {each.owner: state for each in sources if (state := each.checkpoint_state()) is not None}
         if waiting := [each.owner for each in sources if each.owner not in states]:
-            if self._waited < PATIENCE_SECONDS or "" in waiting:
+            if self._waited < self._options.patience_seconds or "" in waiting:
                 self._copy_blocks(list(self._copies))  # Otherwise the rest would grow meanwhile.
                 return 0
             text = "writing a checkpoint without the views of consumers %s: the log does not accept their releases"
@@ -329,25 +342,25 @@ class CheckpointWriter:
         """Copy the rows of one turn, beginning with the last copy. Remove finished copies from the list, because
         with another round each they would never end. Return the bytes of the rows.
         """
-        copied = 0
-        while copied < TURN_BYTES and unended:
+        copied, turn_bytes = 0, self._options.turn_bytes
+        while copied < turn_bytes and unended:
             copy, tables = unended[-1]
             others = sum(other.left_bytes for other, _ in self._copies if other is not copy)
-            copy.limit = max(0, self._limit - others)
-            while copied < TURN_BYTES and (block := copy.next_block(CHUNK_BYTES)):
+            copy.limit = max(0, self._options.last_turn_bytes - others)
+            while copied < turn_bytes and (block := copy.next_block(self._options.chunk_bytes)):
                 (table, slot), ids = tables[block[0]], block[1]
                 if (slot, int(ids[0])) <= self._newest:
                     self._files.next_round()
                 self._newest = slot, int(ids[-1])
                 copied += self._copy(table, slot, ids)
-            if copied < TURN_BYTES:
+            if copied < turn_bytes:
                 unended.pop()
         return copied
 
     def _copy(self, table: StampedTable, slot: int, ids: Ids) -> int:
         """Copy the present rows, and return their size in bytes."""
         if self._following.get(slot) is table:  # Otherwise it was removed.
-            rows = max(1, CHUNK_BYTES // table.spec.row_bytes)
+            rows = max(1, self._options.chunk_bytes // table.spec.row_bytes)
             deleted = table.deleted(ids)
             for gone, some in ((False, ids[~deleted]), (True, ids[deleted])):
                 for start in range(0, len(some), rows):
@@ -359,7 +372,3 @@ class CheckpointWriter:
 def _entry(slot: int, each: SourceTable) -> TableEntry:
     table = each.table
     return TableEntry(each.key, slot, each.record, table.counts.newest, table.checksum)
-
-
-def _bytes_of_row(spec: TableSpec) -> int:
-    return _ROW_BYTES + spec.dim * spec.dtype.itemsize

@@ -1,13 +1,89 @@
-"""The bucket in which the processes of a cluster record themselves and their claims, and a local copy of it."""
+"""What the processes of a cluster record about themselves and their models, in a bucket and in a copy of it."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
+
+from pydantic import TypeAdapter
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import DeltasyncError, InvalidInput, Owner
-from deltasync.cluster.member import Claim, Member
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the cluster.
+
+    Attributes:
+        name: its name, unique in the cluster.
+        grpc: its gRPC address for others, HOST:PORT.
+        http: its HTTP URL for others.
+        run: id of this start, to distinguish two processes of one name.
+        draining: whether it gives its models away and takes over none.
+        models: number of models that it owns.
+        started: when it started, nanoseconds since 1970 by its own clock; for display only.
+    """
+
+    name: str
+    grpc: str
+    http: str
+    run: str = ""
+    draining: bool = False
+    models: int = 0
+    started: int = 0
+
+    def owner(self, epoch: int = 0) -> Owner:
+        """This process as the owner of a model."""
+        return Owner(self.name, self.grpc, self.http, epoch)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim of a process to a model, or the release of a claim.
+
+    Attributes:
+        owner: the process that claims it; None if the claim was released.
+        epoch: grows with every claim and every release.
+        heir: the process that should take over a released model; empty = the first in its order.
+    """
+
+    owner: Owner | None
+    epoch: int
+    heir: str = ""
+
+    @property
+    def process(self) -> str:
+        """The name of the process that owns it; empty if none does."""
+        return self.owner.process if self.owner else ""
+
+    def counts_before(self, other: "Claim | None") -> bool:
+        """Whether this claim takes precedence over `other`, because it is later or there is no other.
+
+        After a loss of the bucket, two claims may have the same epoch; all processes then choose the same one.
+        """
+        return other is None or (self.epoch, self.process) > (other.epoch, other.process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Options of a process in a cluster.
+
+    Attributes:
+        lease_seconds: others take over the models of a process that has not renewed its lease for this long. It
+            renews three times as often, and gives its models up if brokers confirm nothing for this long.
+    """
+
+    lease_seconds: float
+
+    @property
+    def lease_ns(self) -> int:
+        """The lease in nanoseconds."""
+        return int(self.lease_seconds * 1e9)
+
+    @property
+    def beat_seconds(self) -> float:
+        """Seconds between two heartbeats of a process."""
+        return self.lease_seconds / 3
 
 
 @dataclass(frozen=True)
@@ -27,15 +103,11 @@ class Bucket(Protocol):
     """A store of a few thousand small entries.
 
     It may be lost or restored from an old copy, because the log decides. Used in the event loop. All methods raise
-    `ServiceUnavailable` if brokers do not answer in time.
+    `ServiceUnavailable` if brokers do not answer in time. `put` raises `Changed` if the key has another revision.
     """
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision.
-
-        Raises:
-            Changed: the key has another revision.
-        """
+        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision."""
 
     async def follow(self, seen: Callable[[Entry], None]) -> None:
         """Call `seen` with each entry once before this returns, and from then on with each change.
@@ -57,20 +129,12 @@ _DOT = "="
 
 
 def key_of(kind: str, name: str) -> str:
-    """The key of a process, model or consumer.
-
-    Raises:
-        InvalidInput: an invalid name (`check_name`).
-    """
+    """The key of a process, model or consumer."""
     return f"{kind}.{check_name(kind, name).replace('.', _DOT)}"
 
 
 def name_of(key: str) -> tuple[str, str]:
-    """The kind and the name of a key.
-
-    Raises:
-        InvalidInput: not a key of `key_of`.
-    """
+    """The kind and the name of a key."""
     kind, _, token = key.partition(".")
     if kind not in _KINDS or "." in token:
         raise InvalidInput(f"key {key!r}: expected one of {', '.join(sorted(_KINDS))}, a dot, and a name")
@@ -80,77 +144,21 @@ def name_of(key: str) -> tuple[str, str]:
 T = TypeVar("T")
 
 
-def of_member(member: Member) -> bytes:
-    """The entry of a process."""
-    return json.dumps(asdict(member)).encode()
+_CODECS: dict[type, TypeAdapter[Any]] = {each: TypeAdapter(each) for each in (Member, Claim, str)}
 
 
-def to_member(value: bytes) -> Member:
-    """The process in an entry.
-
-    Raises:
-        InvalidInput: the entry is invalid.
-    """
-    return _made(Member, _fields(value))
+def pack(value: Member | Claim | str) -> bytes:
+    """The entry of a process, of a claim, or of a consumer, which is the name of its model."""
+    return _CODECS[type(value)].dump_json(value)
 
 
-def of_claim(claim: Claim) -> bytes:
-    """The entry of a model."""
-    return json.dumps(asdict(claim)).encode()
-
-
-def to_claim(value: bytes) -> Claim:
-    """The claim in an entry.
-
-    Raises:
-        InvalidInput: the entry is invalid.
-    """
-    fields = _fields(value)
-    owner = fields.get("owner")
-    return _made(Claim, fields | {"owner": _made(Owner, owner) if owner is not None else None})
-
-
-def of_consumer(model: str) -> bytes:
-    """The entry of a consumer."""
-    return json.dumps({"model": model}).encode()
-
-
-def to_consumer(value: bytes) -> str:
-    """The model of the consumer in an entry.
-
-    Raises:
-        InvalidInput: the entry is invalid.
-    """
-    model = _fields(value).get("model")
-    if not isinstance(model, str):
-        raise InvalidInput(f"entry of a consumer {value!r}: its model is {model!r}")
-    return model
-
-
-def _fields(value: bytes) -> dict[str, Any]:
+def unpack(kind: type[T], value: bytes) -> T:
+    """Decode an entry of `pack`. Ignore fields that a later version added."""
     try:
-        fields = json.loads(value)
+        decoded: T = _CODECS[kind].validate_json(value, strict=True)
     except ValueError as error:
-        raise InvalidInput(f"entry {value!r}: {error}") from error
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"entry {value!r}: expected an object")
-    return fields
-
-
-def _made(kind: type[T], fields: Any) -> T:
-    """Create an object of `kind`; ignore fields that a later version added."""
-    types = {name: type_ for name, type_ in kind.__annotations__.items() if isinstance(type_, type)}
-    if not isinstance(fields, dict):
-        raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: expected an object")
-    for name, type_ in types.items():
-        if name in fields and type(fields[name]) is not type_:
-            raise InvalidInput(
-                f"entry of {kind.__name__.lower()}: {name} is {fields[name]!r}, expected {type_.__name__}"
-            )
-    try:
-        return kind(**{name: fields[name] for name in kind.__annotations__ if name in fields})
-    except TypeError as error:
-        raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: {error}") from error
+        raise InvalidInput(f"entry of {kind.__name__.lower()} {value!r}: {error}") from error
+    return decoded
 
 
 @dataclass(frozen=True)
@@ -242,11 +250,7 @@ class BucketCopy:
         return self._followed.get(key, 0)
 
     def see(self, entry: Entry, now_ns: int) -> None:
-        """Copy an entry.
-
-        Raises:
-            InvalidInput: this version cannot read it; only the revision was copied.
-        """
+        """Copy an entry. If this version cannot read it, copy its revision only and raise `InvalidInput`."""
         if entry.revision <= self.revision(entry.key):
             return
         self._revisions[entry.key] = entry.revision
@@ -286,7 +290,7 @@ class BucketCopy:
         # The same entry again, from a new read of the bucket, does not prove that the process is alive.
         last = self._last_words.get(name)
         if last is None or last.revision != entry.revision:
-            self._last_words[name] = _LastWord(to_member(entry.value), entry.revision, now_ns)
+            self._last_words[name] = _LastWord(unpack(Member, entry.value), entry.revision, now_ns)
 
     def _see_model(self, name: str, value: bytes) -> None:
         self.stored.pop(name, None)
@@ -294,7 +298,7 @@ class BucketCopy:
             self.claims.pop(name, None)
             self.deletions += 1
             return
-        claim = self.stored[name] = to_claim(value)
+        claim = self.stored[name] = unpack(Claim, value)
         self._epoch = max(self._epoch, claim.epoch)
         if claim.counts_before(self.claims.get(name)):
             self.claims[name] = claim
@@ -303,4 +307,4 @@ class BucketCopy:
         self.stored_consumers.pop(name, None)
         self.consumers.pop(name, None)
         if value:
-            self.stored_consumers[name] = self.consumers[name] = to_consumer(value)
+            self.stored_consumers[name] = self.consumers[name] = unpack(str, value)

@@ -14,13 +14,13 @@ from deltasync.cluster.bucket import (
     Bucket,
     BucketCopy,
     Changed,
+    Claim,
+    ClusterOptions,
     Entry,
+    Member,
     key_of,
-    of_claim,
-    of_consumer,
-    of_member,
+    pack,
 )
-from deltasync.cluster.member import Claim, ClusterOptions, Member
 
 # Attempts to read the bucket at the start.
 _START_TRIES = 8
@@ -30,8 +30,7 @@ class LeaseStore:
     """Reads and writes the bucket. Used in the event loop.
 
     A write names the revision in the local copy, and therefore never replaces an entry that this process has not
-    seen.
-    Writing raises `Changed` if the copy is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
+    seen. It raises `Changed` if the copy is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
 
     Attributes:
         stale: whether the copy may be behind the bucket, and has to be read again.
@@ -46,21 +45,13 @@ class LeaseStore:
         changed: asyncio.Event,
     ) -> None:
         """`changed` is set after each change of the copy."""
-        self.stale = True
-        self._bucket = bucket
-        self._copy = copy
-        self._events = events
-        self._clock_ns = clock_ns
-        self._changed = changed
+        self.stale, self._changed = True, changed
+        self._bucket, self._copy, self._events, self._clock_ns = bucket, copy, events, clock_ns
         self._read = asyncio.Event()
         self._read.set()
 
     async def read(self) -> None:
-        """Read the whole bucket, and follow its changes.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Read the whole bucket, and follow its changes."""
         await self._read.wait()
         self._read.clear()
         self._copy.restart()
@@ -72,11 +63,7 @@ class LeaseStore:
             self._read.set()
 
     async def read_patiently(self) -> None:
-        """Read the bucket, with retries: brokers that started with this process may still be electing a leader.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Read the bucket, with retries: brokers that started with this process may still be electing a leader."""
         pauses = backoff()
         for tries in range(_START_TRIES, 0, -1):
             try:
@@ -88,21 +75,17 @@ class LeaseStore:
                 self._events.emit(EventKind.FAILED, "the owners of models could not be read; trying again", error)
                 await asyncio.sleep(next(pauses))
 
-    async def write_member(self, member: Member) -> int:
-        """Write the entry of a live process; return the revision."""
-        return await self._write(key_of(PROCESS, member.name), of_member(member))
-
-    async def erase_member(self, name: str) -> None:
-        """Remove the entry of a process that leaves."""
-        await self._write(key_of(PROCESS, name), b"")
+    async def write_member(self, name: str, member: Member | None) -> int:
+        """Write the entry of a process; None removes it. Return the revision."""
+        return await self._write(key_of(PROCESS, name), pack(member) if member else b"")
 
     async def write_claim(self, model: str, claim: Claim | None) -> None:
         """Write the claim of a model; None removes it."""
-        await self._write(key_of(MODEL, model), of_claim(claim) if claim else b"")
+        await self._write(key_of(MODEL, model), pack(claim) if claim else b"")
 
     async def write_consumer(self, name: str, model: str) -> None:
         """Write the model of a consumer; an empty model removes the entry."""
-        await self._write(key_of(CONSUMER, name), of_consumer(model) if model else b"")
+        await self._write(key_of(CONSUMER, name), pack(model) if model else b"")
 
     async def close(self) -> None:
         """Stop following the bucket."""
@@ -141,30 +124,21 @@ class ConsumerNames:
         self._reserved = dict[str, str]()
 
     async def reserve(self, name: str, model: str) -> None:
-        """Reserve a name for a model. Idempotent.
-
-        Raises:
-            Contradiction: a consumer of another model has the name.
-            ServiceUnavailable: brokers do not answer.
-        """
-        for _ in range(_TRIES):
-            follows = self._copy.consumers.get(name, model)
-            if follows != model:
-                raise Contradiction(f"consumer {name!r} follows another model", detail=f": {follows!r}")
-            if await self._wrote(name, model):
-                self._reserved[name] = model
-                return
-        raise ServiceUnavailable(f"consumer {name!r}: other processes are writing its name; try again")
+        """Reserve a name for a model. Idempotent. `Contradiction` if a consumer of another model has it."""
+        await self._insist(name, model)
+        self._reserved[name] = model
 
     async def forget(self, name: str) -> None:
-        """Free a name. Idempotent.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Free a name. Idempotent."""
         self._reserved.pop(name, None)
+        await self._insist(name, "")
+
+    async def _insist(self, name: str, model: str) -> None:
         for _ in range(_TRIES):
-            if await self._wrote(name, ""):
+            follows = self._copy.consumers.get(name, model)
+            if model and follows != model:
+                raise Contradiction(f"consumer {name!r} follows another model", detail=f": {follows!r}")
+            if await self.write(name, model):
                 return
         raise ServiceUnavailable(f"consumer {name!r}: other processes are writing its name; try again")
 
@@ -184,11 +158,8 @@ class ConsumerNames:
         left = {name for name, model in stored.items() if model in owned and self._reserved.get(name) != model}
         return unwritten | dict.fromkeys(left, "")
 
-    async def write(self, name: str, model: str) -> None:
-        """Write an entry of `unwritten`. If the bucket has changed, a later call repeats it."""
-        await self._wrote(name, model)
-
-    async def _wrote(self, name: str, model: str) -> bool:
+    async def write(self, name: str, model: str) -> bool:
+        """Write an entry of `unwritten`. Return False if the bucket had changed; then call this again."""
         if self._copy.stored_consumers.get(name, "") == model:
             return True
         try:
@@ -215,12 +186,8 @@ class Heartbeat:
         events: Events,
         clock_ns: Callable[[], int],
     ) -> None:
-        self.me = me
-        self._options = options
-        self._leases = leases
-        self._copy = copy
-        self._events = events
-        self._clock_ns = clock_ns
+        self.me, self._options, self._leases, self._copy = me, options, leases, copy
+        self._events, self._clock_ns = events, clock_ns
         self._spoke_ns: int | None = None
         self._confirmed_ns: int | None = None
         self._revision = 0
@@ -273,18 +240,18 @@ class Heartbeat:
         if self._superseded:
             return
         try:
-            await self._leases.erase_member(self.me.name)
+            await self._leases.write_member(self.me.name, None)
         except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "the entry of this process could not be removed", error)
 
     async def _write(self) -> int:
         self._give_way()
         try:
-            return await self._leases.write_member(self.me)
+            return await self._leases.write_member(self.me.name, self.me)
         except Changed:
             await self._leases.read()
         self._give_way()
-        return await self._leases.write_member(self.me)
+        return await self._leases.write_member(self.me.name, self.me)
 
     def _give_way(self) -> None:
         me, other = self.me, self._copy.member(self.me.name)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from nats.aio.client import Client
 from nats.errors import Error, NoRespondersError
@@ -15,58 +14,36 @@ from deltasync.base.errors import ServiceUnavailable
 from deltasync.cluster.bucket import Changed, Entry
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketOptions:
-    """Options of a bucket.
-
-    Attributes:
-        name: letters, digits, `_` and `-`; the same for all processes of a cluster.
-        replicas: number of brokers that store a new bucket, 1 to 5.
-        timeout_seconds: longest wait for an answer of brokers; less than the lease.
-    """
-
-    name: str = "deltasync_owners"
-    replicas: int = 1
-    timeout_seconds: float = 2.0
-
-
 class NatsBucket:
     """A `Bucket` on brokers. It does not close the connection."""
 
-    def __init__(self, client: Client, options: BucketOptions) -> None:
-        self._options = options
-        self._js = client.jetstream(timeout=options.timeout_seconds)
+    def __init__(self, client: Client, name: str, *, replicas: int = 1, timeout_seconds: float = 2.0) -> None:
+        """Use bucket `name`, on `replicas` brokers if it is new, with a timeout that is shorter than the lease."""
+        self._name, self._replicas, self._timeout = name, replicas, timeout_seconds
+        self._js = client.jetstream(timeout=timeout_seconds)
         self._bucket: KeyValue | None = None
         self._watcher: KeyValue.KeyWatcher | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision.
-
-        Raises:
-            Changed: the key has another revision, or the bucket is missing.
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Write a key if its revision is still `revision`, 0 for a new key; return the new revision."""
         try:
             bucket = self._bucket or await self._open()
             return await bucket.update(key, value, last=revision)
+        # Without a bucket there is no response.
         except (KeyWrongLastSequenceError, NoStreamResponseError, NoRespondersError) as error:
             raise Changed(f"{key} is not at revision {revision}") from error
         except (Error, TimeoutError) as error:
             raise self._unavailable(error) from error
 
     async def follow(self, seen: Callable[[Entry], None]) -> None:
-        """Call `seen` with all entries before this returns, and from then on with each change.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+        """Call `seen` with all entries before this returns, and from then on with each change."""
         await self.close()
         try:
-            async with asyncio.timeout(2 * self._options.timeout_seconds):
+            async with asyncio.timeout(2 * self._timeout):
                 bucket = await self._open()
                 watcher = self._watcher = await bucket.watchall()
-                while (entry := await watcher.updates(self._options.timeout_seconds)) is not None:  # type: ignore[no-untyped-call]
+                while (entry := await watcher.updates(self._timeout)) is not None:  # type: ignore[no-untyped-call]
                     seen(_entry(entry))
         except (Error, TimeoutError) as error:
             raise self._unavailable(error) from error
@@ -85,23 +62,21 @@ class NatsBucket:
 
     async def _open(self) -> KeyValue:
         try:
-            self._bucket = await self._js.key_value(self._options.name)
+            self._bucket = await self._js.key_value(self._name)
         except BucketNotFoundError:
-            self._bucket = await self._js.create_key_value(self._made())
+            config = KeyValueConfig(
+                bucket=self._name,
+                description="owners of deltasync models",
+                history=1,
+                storage=StorageType.FILE,
+                replicas=self._replicas,
+            )
+            self._bucket = await self._js.create_key_value(config)
         return self._bucket
-
-    def _made(self) -> KeyValueConfig:
-        return KeyValueConfig(
-            bucket=self._options.name,
-            description="owners of deltasync models",
-            history=1,
-            storage=StorageType.FILE,
-            replicas=self._options.replicas,
-        )
 
     def _unavailable(self, error: Exception) -> ServiceUnavailable:
         words = f"{type(error).__name__}: {error}".rstrip(": ")
-        return ServiceUnavailable(f"brokers do not answer for the bucket {self._options.name!r}: {words}")
+        return ServiceUnavailable(f"brokers do not answer for the bucket {self._name!r}: {words}")
 
 
 async def _pass_on(watcher: KeyValue.KeyWatcher, seen: Callable[[Entry], None]) -> None:

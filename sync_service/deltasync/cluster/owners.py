@@ -4,63 +4,75 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn, Protocol
 
 from deltasync.base.errors import NotFound, NotOwner, Owner
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 
 
-class Owners(Protocol):
-    """The owners of models. Used in the event loop; methods that wait for brokers are coroutines."""
+class Owners:
+    """The owners of models. These are those of a single process, which owns all models; see also `SharedOwners`.
+
+    Used in the event loop. Methods that wait for brokers are coroutines, and raise `ServiceUnavailable` if brokers
+    do not answer.
+    """
+
+    def __init__(self, me: Member) -> None:
+        self._me = me
 
     @property
     def me(self) -> Member:
         """This process."""
+        return self._me
 
     @property
     def confirmed(self) -> bool:
         """Whether this process may serve its models: brokers confirmed a heartbeat within the lease."""
+        return True
 
     def check(self, model: str) -> None:
-        """Check that this process serves a model, or would own it if it is new.
+        """Raise `NotOwner` unless this process serves a model, or would own it if it is new.
 
-        Raises:
-            NotOwner: it does not, or not yet. The error names the process to ask, if there is one.
+        The error names the process to ask, if there is one.
         """
 
-    def owner_of(self, model: str) -> Owner | None:
+    def owner_of(self, model: str) -> Owner | None:  # noqa: ARG002
         """The live owner of a model; None without one."""
+        return self.me.owner()
 
     def models(self) -> Collection[str]:
-        """All models of the cluster that this process knows."""
+        """The models that other processes of the cluster may have."""
+        return ()
 
-    def model_of(self, consumer: str) -> str | None:
-        """The model of a consumer; None if there is no such consumer."""
+    def model_of(self, consumer: str) -> str | None:  # noqa: ARG002
+        """The model of a consumer; None if the cluster does not know it."""
+        return None
 
-    def consumers_of(self, model: str) -> Collection[str]:
-        """The names of the consumers that follow a model."""
+    def consumers_of(self, model: str) -> Collection[str]:  # noqa: ARG002
+        """The names of the consumers of a model that the cluster knows."""
+        return ()
 
     def processes(self) -> Sequence[Member]:
         """The live processes of the cluster, including this one, by name."""
+        return [self.me]
 
     def gone(self) -> Sequence[Member]:
         """The processes whose lease expired without a goodbye, by name."""
+        return ()
 
-    async def claim(self, model: str) -> Owner:
+    async def claim(self, model: str) -> Owner:  # noqa: ARG002
         """Own a model if this process already does or is its heir. Its log is open here when this returns.
 
-        Raises:
-            NotOwner: another process owns it or is its heir, or this one cannot take it over now.
-            ServiceUnavailable: brokers do not answer.
+        Otherwise, or if this process cannot take it over now, raise `NotOwner`.
         """
+        return self.me.owner()
 
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Host.save`) and hand it over to another process.
-
-        Raises:
-            NotOwner: this process does not own it.
-            NotFound: no such process is alive, or it is draining.
-        """
+        """Save a model (`Host.save`) and hand it over; `NotFound` if process `to` is away or draining."""
+        raise NotFound(
+            f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
+        )
 
     async def lost(self, model: str, reason: str) -> None:
         """Give up a model after another process took over its log."""
+        raise NotOwner(f"model {model!r}: {reason}")
 
     async def forget(self, model: str) -> None:
         """Remove the log and the claim of a deleted model."""
@@ -68,9 +80,7 @@ class Owners(Protocol):
     async def reserve_consumer(self, name: str, model: str) -> None:
         """Reserve the name of a consumer for a model owned here. Idempotent.
 
-        Raises:
-            Contradiction: a consumer of another model has the name.
-            ServiceUnavailable: brokers do not answer.
+        Raise `Contradiction` if a consumer of another model has it.
         """
 
     async def forget_consumer(self, name: str) -> None:
@@ -79,15 +89,33 @@ class Owners(Protocol):
     async def drain(self) -> None:
         """Take over no more models; save the models owned here and hand them over one by one."""
 
-    async def start(self) -> None:
-        """Join the cluster: read the bucket, write heartbeats, and take over models as their heir.
 
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
+class JoiningProcess(Owners):
+    """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
 
-    async def close(self) -> None:
-        """Give up all models and leave the cluster."""
+    @property
+    def confirmed(self) -> bool:
+        """False."""
+        return False
+
+    def check(self, model: str) -> None:
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    def owner_of(self, model: str) -> Owner | None:  # noqa: ARG002
+        """None: this process has not read the bucket yet."""
+        return None
+
+    async def claim(self, model: str) -> Owner:
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    async def reserve_consumer(self, name: str, model: str) -> None:  # noqa: ARG002
+        """Raise NotOwner."""
+        self._refuse(model)
+
+    def _refuse(self, model: str) -> NoReturn:
+        raise NotOwner(f"model {model!r}: this process is joining the cluster; try again")
 
 
 class Host(Protocol):
@@ -96,8 +124,7 @@ class Host(Protocol):
     async def take(self, model: str, owner: Owner) -> None:
         """Open a model's log as `owner`, fence off other processes, recover the tables, and reserve its consumers.
 
-        Raises:
-            DeltasyncError: this failed; the model is released, and this or another process retries later.
+        After any error the model is released, and this or another process retries later.
         """
 
     async def give_up(self, model: str, reason: str) -> None:
@@ -110,112 +137,4 @@ class Host(Protocol):
         """Write a checkpoint, to shorten the log that the next owner has to read. May fail."""
 
     async def models_with_log(self) -> Collection[str]:
-        """The names of all models that have a log, in any process.
-
-        Raises:
-            ServiceUnavailable: brokers do not answer.
-        """
-
-
-class SingleProcess:
-    """The `Owners` of a single process, which owns all models and needs no brokers.
-
-    Its log has the names of all consumers.
-    """
-
-    confirmed = True
-
-    def __init__(self, me: Member) -> None:
-        self.me = me
-
-    def check(self, model: str) -> None:
-        """Do nothing: this process serves all models."""
-
-    def owner_of(self, _model: str) -> Owner | None:
-        """This process."""
-        return self.me.owner()
-
-    def models(self) -> Collection[str]:
-        """None besides those of the service itself."""
-        return ()
-
-    def model_of(self, _consumer: str) -> str | None:
-        """None besides those of the service itself."""
-        return None
-
-    def consumers_of(self, _model: str) -> Collection[str]:
-        """None besides those of the service itself."""
-        return ()
-
-    def processes(self) -> Sequence[Member]:
-        """This process."""
-        return [self.me]
-
-    def gone(self) -> Sequence[Member]:
-        """None."""
-        return ()
-
-    async def claim(self, _model: str) -> Owner:
-        """Do nothing."""
-        return self.me.owner()
-
-    async def move(self, model: str, to: str) -> None:
-        """Refuse: there is no other process.
-
-        Raises:
-            NotFound: always.
-        """
-        raise NotFound(
-            f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
-        )
-
-    async def lost(self, model: str, reason: str) -> None:
-        """Refuse: no other process can own it.
-
-        Raises:
-            NotOwner: always.
-        """
-        raise NotOwner(f"model {model!r}: {reason}")
-
-    async def forget(self, model: str) -> None:
-        """Do nothing."""
-
-    async def reserve_consumer(self, name: str, model: str) -> None:
-        """Do nothing."""
-
-    async def forget_consumer(self, name: str) -> None:
-        """Do nothing."""
-
-    async def drain(self) -> None:
-        """Do nothing: no other process could take the models."""
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-
-class JoiningProcess(SingleProcess):
-    """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
-
-    confirmed = False
-
-    def check(self, model: str) -> None:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    def owner_of(self, _model: str) -> Owner | None:
-        """None: this process has not read the bucket yet."""
-        return None
-
-    async def claim(self, model: str) -> Owner:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    async def reserve_consumer(self, _name: str, model: str) -> None:
-        """Raise NotOwner."""
-        self._refuse(model)
-
-    def _refuse(self, model: str) -> NoReturn:
-        raise NotOwner(f"model {model!r}: this process is joining the cluster; try again")
+        """The names of all models that have a log, in any process."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from deltasync.base.errors import NotFound, Owner
-from deltasync.cluster.bucket import ClusterState
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import ClusterState, Member
 
 
 def ranked(model: str, names: Iterable[str]) -> list[str]:
@@ -14,7 +13,11 @@ def ranked(model: str, names: Iterable[str]) -> list[str]:
 
     Each model has its own order. The loss of a process gives only its own models another first process.
     """
-    return sorted(names, key=lambda name: (_weight(model, name), name), reverse=True)
+
+    def weight(name: str) -> tuple[bytes, str]:
+        return blake2b(f"{model}\0{name}".encode(), digest_size=8).digest(), name
+
+    return sorted(names, key=weight, reverse=True)
 
 
 def heir_of(model: str, members: Collection[Member], preferred: str = "") -> Member | None:
@@ -43,10 +46,6 @@ def next_heir(model: str, state: ClusterState, to: str = "") -> str:
         raise NotFound(f"no process {to!r} can take over a model", detail=f"; processes: {sorted(others)}")
     heir = heir_of(model, others.values(), to)
     return heir.name if heir else ""
-
-
-def _weight(model: str, name: str) -> bytes:
-    return blake2b(f"{model}\0{name}".encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,16 @@ def next_steps(state: ClusterState) -> Steps:
     if not state.confirmed:
         reason = "brokers have not confirmed the lease of this process in time: another one may own the model"
         return Steps(give_up=dict.fromkeys(sorted(state.own), reason))
-    steps = Steps()
+    steps, me = Steps(), state.members.get(state.me)
     for model in sorted({*state.claims, *state.own, *state.with_log}):
+        claim = state.claims.get(model)
         if model in state.own:
             _keep(state, model, steps)
         elif reason := claim_reason(state, model):
             steps.claim[model] = reason
-        elif _is_left_over(state, model):
+        elif claim and claim.process == state.me and me and me.draining:  # Others wait for this process.
             steps.let_go[model] = "this process is draining"
-        elif _is_forgotten(state, model):
+        elif claim and claim.counts_before(state.stored.get(model)):  # Its restarted owner may not know it.
             steps.write_again[model] = "its claim is missing in the bucket"
     return steps
 
@@ -129,7 +129,10 @@ def claim_reason(state: ClusterState, model: str) -> str:
     """Why this process should claim a model that it does not own; empty if it should not."""
     if state.owner_of(model) or model in state.waiting:
         return ""
-    claim, heir = state.claims.get(model), heir_of(model, state.members.values(), _preferred(state, model))
+    claim = state.claims.get(model)
+    # A process that owned the model before takes precedence over the heir.
+    preferred = (state.me if claim.process == state.me else claim.heir) if claim else ""
+    heir = heir_of(model, state.members.values(), preferred)
     if heir is None or heir.name != state.me:
         return ""
     if claim is None:
@@ -141,14 +144,6 @@ def claim_reason(state: ClusterState, model: str) -> str:
     return "it was given up" + (" for this process" if claim.heir == state.me else "")
 
 
-def _preferred(state: ClusterState, model: str) -> str:
-    """The process that takes precedence for a model: this one if it owned it before, otherwise the heir."""
-    claim = state.claims.get(model)
-    if claim is None:
-        return ""
-    return state.me if claim.process == state.me else claim.heir
-
-
 def _keep(state: ClusterState, model: str, steps: Steps) -> None:
     own, latest, stored = state.own[model], state.claims.get(model), state.stored.get(model)
     if latest is not None and latest != own and latest.counts_before(own):
@@ -156,15 +151,3 @@ def _keep(state: ClusterState, model: str, steps: Steps) -> None:
         steps.give_up[model] = by
     elif stored is None or own.counts_before(stored):
         steps.write_again[model] = "the bucket was lost, or restored from an older copy"
-
-
-def _is_left_over(state: ClusterState, model: str) -> bool:
-    """Whether a claim makes others wait for this process although it is draining."""
-    claim, me = state.claims.get(model), state.members.get(state.me)
-    return claim is not None and claim.process == state.me and me is not None and me.draining
-
-
-def _is_forgotten(state: ClusterState, model: str) -> bool:
-    """Whether the bucket has lost a claim, which its restarted owner may then not know."""
-    claim = state.claims.get(model)
-    return claim is not None and claim.counts_before(state.stored.get(model))

@@ -17,13 +17,13 @@ from deltasync.log.jetstream_stream import (
     ID,
     Fence,
     LogSubjects,
-    fence_note,
     message_id,
     messages,
     model_of,
     unsafe,
 )
 from deltasync.log.log_store import LogStore, LogUnavailable
+from deltasync.log.records import pack_json
 
 # How long a broker remembers message ids, in order to refuse duplicates.
 _TWICE_NS = 120 * 10**9
@@ -62,7 +62,9 @@ class JetStreamLogs:
     def open(self, model: str, owner: Owner) -> LogStore:
         """Open a model's log, and make it if it is missing. Its previous owner can then no longer write to it."""
         subjects = LogSubjects(self._options.prefix, model)
-        index, fence = self._brokers.run(self._take_over(subjects, owner))
+        self._brokers.run(self._make_stream(subjects))
+        fence = self._brokers.run(self._append_fence(subjects, owner))
+        index = self._brokers.run(self._indexed(subjects, fence.sequence))
         log = JetStreamStore(self._brokers, subjects, index, fence, self._volume)
         with self._lock:
             self._open = {**self._open, model: log}
@@ -116,11 +118,6 @@ class JetStreamLogs:
 
     # The methods below run in the brokers' event loop.
 
-    async def _take_over(self, subjects: LogSubjects, owner: Owner) -> tuple[Index, Fence]:
-        await self._make_stream(subjects)
-        fence = await self._append_fence(subjects, owner)
-        return await self._indexed(subjects, fence.sequence), fence
-
     async def _make_stream(self, subjects: LogSubjects) -> None:
         """Make the stream of a log, or check the one that exists."""
         config = {
@@ -148,7 +145,7 @@ class JetStreamLogs:
 
     async def _append_fence(self, subjects: LogSubjects, owner: Owner) -> Fence:
         """Append a fence for the owner, and retry while other processes append first."""
-        session, note = uuid.uuid4().hex, fence_note(owner.process, owner.epoch)
+        session, note = uuid.uuid4().hex, pack_json({"process": owner.process, "epoch": owner.epoch})
         for _ in range(_FENCE_TRIES):
             stream = await self._brokers.ask(f"STREAM.INFO.{subjects.stream}")
             if "error" in stream:

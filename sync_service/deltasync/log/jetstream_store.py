@@ -7,25 +7,25 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any
 
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.log.brokers import Brokers, BrokerVolume
-from deltasync.log.jetstream_stream import Address, Fence, LogSubjects, Message, Sender, read_message
+from deltasync.log.jetstream_stream import Fence, LogSubjects, Message, Sender, read_message
 from deltasync.log.log_store import (
     LAST_NUMBER,
     LAST_PART,
+    Address,
     Buffer,
     LogFull,
+    QueuedLog,
     Record,
     Submitted,
     WriteQueue,
-    check_written,
 )
-from deltasync.log.records import damaged, key_of, name_of, with_checksum, without_checksum
+from deltasync.log.records import damaged, key_of, name_of, pack_json, with_checksum, without_checksum
 from deltasync.log.volume import Volume
 
 # Room in a message for its subject and headers.
@@ -41,16 +41,17 @@ _READ_ANEW = "restart this process, which reads its logs again; a checkpoint and
 Gone = Callable[[int], list[tuple[str, int]]]
 
 
-class JetStreamStore:
+class JetStreamStore(QueuedLog["Operation"]):
     """A `LogStore` of one model. Records are messages; dropped ones are purged."""
 
     def __init__(
         self, brokers: Brokers, subjects: LogSubjects, index: "Index", fence: Fence, volume: BrokerVolume
     ) -> None:
-        self.shared, self.refusing = True, False
+        super().__init__()
+        self.shared = True
         self.capacity = brokers.options.max_bytes
         self.volume: Volume = volume
-        self.commits, self.queue = volume.commits, WriteQueue()
+        self.commits = volume.commits
         self.subjects, self._brokers, self._index = subjects, brokers, index
         self._sender = Sender(brokers, subjects, fence)
         self._purges = Purges(brokers, subjects.stream)
@@ -59,7 +60,6 @@ class JetStreamStore:
         self._compacting = False
         self._last: Operation | None = None
         self._running = asyncio.run_coroutine_threadsafe(self._sender.run(), brokers.loop)
-        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     @property
@@ -92,61 +92,6 @@ class JetStreamStore:
         self._brokers.run(self._purges.cancel())
         self.queue.close()
         self._writer.join()
-
-    # Writing.
-
-    def append(
-        self,
-        stream: str,
-        number: int,
-        part: int,
-        index: int,
-        *payload: Buffer,
-        after: Sequence[Future[None]] = (),
-        patient: bool = False,
-    ) -> Future[None]:
-        """Write a record from its pieces, unless a write in `after` was refused."""
-        address, size = Address(stream, number, part, index), sum(memoryview(each).nbytes for each in payload)
-
-        def write(operation: "Operation") -> None:
-            check_written(after)
-            self._check_room(size)
-            self._append(operation, address, payload)
-
-        return self.queue.submit(write, size, patient=patient)
-
-    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Drop the records from `number` on, or only those of one part of `number`."""
-        note = drop_note(stream, number, part)
-
-        def gone(sequence: int) -> list[tuple[str, int]]:
-            numbers = {number} if part is not None else self._index.numbers(stream, number)
-            return [(self.subjects.records(stream, each, part), sequence) for each in numbers]
-
-        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0, patient=patient)
-
-    def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Drop the records up to number `upto`."""
-        note = truncate_note(stream, upto)
-
-        def gone(sequence: int) -> list[tuple[str, int]]:
-            return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
-
-        return self.queue.submit(lambda operation: self._note(operation, note, gone), 0)
-
-    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write a small record, unless a write in `after` was refused; None deletes it."""
-
-        def write(operation: "Operation") -> None:
-            check_written(after)
-            self._note(operation, put_note({name: value}))
-
-        return self.queue.submit(write, len(value or b""))
-
-    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Write several small records, all or none; None deletes one."""
-        note = put_note(records)
-        return self.queue.submit(lambda operation: self._note(operation, note), len(note))
 
     # Reading.
 
@@ -186,9 +131,8 @@ class JetStreamStore:
 
     async def _payload(self, address: Address, sequences: tuple[int, ...]) -> memoryview | None:
         """The payload of a record; None if it was dropped meanwhile."""
-        pieces = await asyncio.gather(
-            *(read_message(self._brokers, self.subjects.stream, each) for each in sequences)
-        )
+        stream = self.subjects.stream
+        pieces = await asyncio.gather(*(read_message(self._brokers, stream, each) for each in sequences))
         if any(piece is None for piece in pieces):
             with self._lock:
                 if self._index.messages_of(address) != sequences:
@@ -200,14 +144,13 @@ class JetStreamStore:
     # The methods below run in the writer's thread.
 
     def _write_loop(self) -> None:
-        closing = False
-        while not closing:
-            batch, closing = self.queue.take()
-            for each in batch:
-                self._last = self._begin(each)
-            del batch  # Its closures refer to rows.
+        super()._write_loop()
         if self._last:
             self._last.wait()  # Writes are acknowledged in order, so all earlier ones are done too.
+
+    def _write(self, submitted: list[Submitted]) -> None:
+        for each in submitted:
+            self._last = self._begin(each)
 
     def _begin(self, submitted: Submitted) -> "Operation":
         operation = Operation(submitted, self.queue, self.commits)
@@ -222,14 +165,13 @@ class JetStreamStore:
                 operation.wait()
         return operation
 
-    def _check_room(self, size: int) -> None:
+    def _append(self, batch: "Operation", address: Address, payload: Sequence[Buffer], size: int) -> None:
         with self._lock:
             used = self._index.bytes + self._unacknowledged
         if used + size > self.capacity:
             raise LogFull(_FULL)
-
-    def _append(self, operation: "Operation", address: Address, payload: Sequence[Buffer]) -> None:
-        messages = pieces_of(key_of(*address), payload, self._brokers.client.max_payload)
+        whole, most = with_checksum(key_of(*address), *payload), self._brokers.client.max_payload - HEADER_BYTES
+        messages = [whole[start : start + most] for start in range(0, len(whole), most)]
         for number, message in enumerate(messages):
             subject = self.subjects.piece(address, number, len(messages))
 
@@ -240,7 +182,23 @@ class JetStreamStore:
 
             with self._lock:
                 self._unacknowledged += len(message)
-            self._send(operation, subject, message, land)
+            self._send(batch, subject, message, land)
+
+    def _drop(self, batch: "Operation", stream: str, number: int, part: int | None) -> None:
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            numbers = {number} if part is not None else self._index.numbers(stream, number)
+            return [(self.subjects.records(stream, each, part), sequence) for each in numbers]
+
+        self._note(batch, pack_json({"drop": [stream, number, part]}), gone)
+
+    def _truncate(self, batch: "Operation", stream: str, upto: int) -> None:
+        def gone(sequence: int) -> list[tuple[str, int]]:
+            return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
+
+        self._note(batch, pack_json({"truncate": [stream, upto]}), gone)
+
+    def _put(self, batch: "Operation", records: Mapping[str, bytes | None]) -> None:
+        self._note(batch, put_note(records))
 
     def _note(self, operation: "Operation", note: bytes, gone: Gone = lambda _: []) -> None:
         """Append a note, and purge the messages that `gone` returns for it; see `Gone`."""
@@ -289,12 +247,6 @@ class JetStreamStore:
         if due and not self._compacting:
             self._compacting = True
             self.queue.submit(self._compact, 0)
-
-
-def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
-    """Split a record with its checksum into messages."""
-    whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
-    return [whole[start : start + most] for start in range(0, len(whole), most)]
 
 
 def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
@@ -446,9 +398,17 @@ class Index:
         """Apply a note, which puts, drops or truncates records."""
         try:
             ((kind, content),) = json.loads(note).items()
-            kinds: dict[str, Callable[[Any], None]]
-            kinds = {"put": self._put, "drop": self._drop, "truncate": self._truncate}
-            kinds[kind](content)
+            if kind == "put":
+                self._put(content)
+            elif kind == "truncate":
+                stream, upto = content
+                self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
+            elif kind == "drop":
+                stream, number, part = content
+                last = (LAST_NUMBER, LAST_PART, LAST_PART) if part is None else (number, part, LAST_PART)
+                self._forget(stream, (number, part or 0, 0), last)
+            else:
+                raise KeyError(kind)
         except (KeyError, TypeError, ValueError) as error:
             raise StorageFailed(
                 f"the log has an unknown note ({error!r}): update deltasync, or give the service "
@@ -506,16 +466,6 @@ class Index:
             if value is not None:
                 self.small[name] = value.encode("latin-1")
 
-    def _drop(self, content: list[Any]) -> None:
-        stream, number, part = content
-        first = (number, part or 0, 0)
-        last = (number, part, LAST_PART) if part is not None else (LAST_NUMBER, LAST_PART, LAST_PART)
-        self._forget(stream, first, last)
-
-    def _truncate(self, content: list[Any]) -> None:
-        stream, upto = content
-        self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
-
     def _forget(self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]) -> None:
         self._remove(stream, self._between(stream, first, last))
         partial = [each for each in self._unfinished if each.stream == stream and first <= each.numbers <= last]
@@ -534,14 +484,4 @@ class _Unfinished:
 def put_note(records: Mapping[str, bytes | None]) -> bytes:
     """The note that sets small records, or drops those that are None."""
     texts = {name: None if value is None else value.decode("latin-1") for name, value in records.items()}
-    return json.dumps({"put": texts}, separators=(",", ":")).encode()
-
-
-def drop_note(stream: str, number: int, part: int | None) -> bytes:
-    """The note that drops the records from a number on, or those of one part of it."""
-    return json.dumps({"drop": [stream, number, part]}).encode()
-
-
-def truncate_note(stream: str, upto: int) -> bytes:
-    """The note that drops the records up to a number."""
-    return json.dumps({"truncate": [stream, upto]}).encode()
+    return pack_json({"put": texts})

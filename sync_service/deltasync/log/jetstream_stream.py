@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.waiting import backoff
 from deltasync.log.brokers import LOOK_AT_BROKERS, Brokers, Fenced, LogWentBack, refused_by_brokers
-from deltasync.log.log_store import LogUnavailable
+from deltasync.log.log_store import Address, LogUnavailable
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -305,31 +305,12 @@ class Fence:
     sequence: int
 
 
-def fence_note(process: str, epoch: int) -> bytes:
-    """The payload of a fence."""
-    return json.dumps({"process": process, "epoch": epoch}).encode()
-
-
 def message_id(session: str, number: int) -> str:
     """The id of a message, which stays the same when it is sent again."""
     return f"{session}.{number}"
 
 
 _DOT = "~"  # Names of models and consumers never contain it.
-
-
-class Address(NamedTuple):
-    """Place of a record in the log: number, part and index in a stream."""
-
-    stream: str
-    number: int
-    part: int
-    at: int
-
-    @property
-    def numbers(self) -> tuple[int, int, int]:
-        """Number, part and index."""
-        return self[1:]
 
 
 class LogSubjects:

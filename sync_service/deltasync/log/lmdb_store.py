@@ -2,6 +2,7 @@
 
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lmdb
 
@@ -17,18 +18,17 @@ from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.base.files import flush, make_folder
 from deltasync.log.data_directory import RESTORE, writing
-from deltasync.log.lmdb_file import check_size
 from deltasync.log.log_store import (
     LAST_NUMBER,
     LAST_PART,
+    Address,
     Buffer,
     LogFull,
     LogOptions,
     LogUnavailable,
+    QueuedLog,
     Record,
     Submitted,
-    WriteQueue,
-    check_written,
 )
 from deltasync.log.records import address_of, damaged, key_of, name_of, with_checksum, without_checksum
 from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
@@ -41,15 +41,15 @@ _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # LMDB needs less for that number of readers.
 
 
-class LmdbStore:
+class LmdbStore(QueuedLog[lmdb.Transaction]):
     """A `LogStore` in a folder."""
 
     def __init__(self, options: LogOptions) -> None:
+        super().__init__()
         self.shared, self._options = False, options
         self._file = options.directory / "data.mdb"
         # Deletes need free pages too, and more of them the more records there are.
         self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
-        self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
         self._idle, self._reads = threading.Condition(), 0  # The environment may be closed only between reads.
         self._env: lmdb.Environment | None = None
@@ -57,8 +57,6 @@ class LmdbStore:
         self._not_opened: StorageFailed | None = None  # Why reopening failed.
         self._databases = dict[bytes, Any]()
         self._use(_open(options))
-        self.queue = WriteQueue()
-        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     def close(self) -> None:
@@ -67,44 +65,6 @@ class LmdbStore:
         self._writer.join()
         self._closed = True
         self._close_environment()
-
-    # Writing.
-
-    def append(
-        self,
-        stream: str,
-        number: int,
-        part: int,
-        index: int,
-        *payload: Buffer,
-        after: Sequence[Future[None]] = (),
-        patient: bool = False,
-    ) -> Future[None]:
-        """Write a record from its pieces, unless a write in `after` was refused."""
-        key = key_of(stream, number, part, index)
-        size = sum(memoryview(piece).nbytes for piece in payload)
-        return self.queue.submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
-
-    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Drop the records from `number` on, or only those of one part of `number`."""
-        first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
-        if part is None:
-            last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
-        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0, patient=patient)
-
-    def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Drop the records up to number `upto`."""
-        first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
-        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0)
-
-    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write a small record, unless a write in `after` was refused; None deletes it."""
-        return self.queue.submit(lambda txn: self._keep(txn, {name: value}, after), len(value or b""))
-
-    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Write several small records, all or none; None deletes one."""
-        size = sum(len(name) + len(value or b"") for name, value in records.items())
-        return self.queue.submit(lambda txn: self._keep(txn, records), size)
 
     # Reading.
 
@@ -195,25 +155,28 @@ class LmdbStore:
 
     # The methods below run in the writer's thread.
 
-    def _append(
-        self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
-    ) -> None:
-        check_written(after)
-        value = with_checksum(key, *payload)
-        if self._used(txn) + len(value) > self.capacity:
+    def _append(self, batch: lmdb.Transaction, address: Address, payload: Sequence[Buffer], size: int) -> None:
+        if self._used(batch) + size > self.capacity:
             raise lmdb.MapFullError("full, except for the room that deletes need")
-        txn.put(key, value, db=self._databases[_RECORDS])
+        key = key_of(*address)
+        batch.put(key, with_checksum(key, *payload), db=self._databases[_RECORDS])
 
-    def _keep(
-        self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
-    ) -> None:
-        check_written(after)
+    def _put(self, batch: lmdb.Transaction, records: Mapping[str, bytes | None]) -> None:
         for name, value in records.items():
             key = name.encode()
             if value is None:
-                txn.delete(key, db=self._databases[_META])
+                batch.delete(key, db=self._databases[_META])
             else:
-                txn.put(key, with_checksum(key, value), db=self._databases[_META])
+                batch.put(key, with_checksum(key, value), db=self._databases[_META])
+
+    def _drop(self, batch: lmdb.Transaction, stream: str, number: int, part: int | None) -> None:
+        first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
+        if part is None:
+            last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
+        self._delete_range(batch, first, last)
+
+    def _truncate(self, batch: lmdb.Transaction, stream: str, upto: int) -> None:
+        self._delete_range(batch, key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART))
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
         with txn.cursor(self._databases[_RECORDS]) as cursor:
@@ -221,13 +184,9 @@ class LmdbStore:
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
 
-    def _write_loop(self) -> None:
-        closing = False
-        while not closing:
-            batch, closing = self.queue.take()
-            if batch:
-                self._commit(batch)
-            del batch  # Its closures refer to rows.
+    def _write(self, submitted: list[Submitted]) -> None:
+        if submitted:
+            self._commit(submitted)
 
     def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()
@@ -422,3 +381,84 @@ def _failed(what: str, error: Exception, path: Path, size: int = 0) -> StorageFa
 
 def _text_of(texts: Mapping[type[lmdb.Error], str], error: Exception) -> str:
     return next((text for kind, text in texts.items() if isinstance(error, kind)), "")
+
+
+# The layout of LMDB 0.9. A file begins with two heads, one a page; the one with the larger transaction counts.
+_PAGE = struct.Struct("<QHHHH")  # Number, padding, flags, lower and upper end of the free space.
+# Magic, version, page size, root of the free list, last page, transaction.
+_HEAD = struct.Struct("<II16xI36xQ48xQQ")
+_NODE = struct.Struct("<HHHH")  # Low and high half of the size or of the page, flags, size of the key.
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_BRANCH, _LEAF, _ON_OTHER_PAGES, _NO_PAGE = 1, 2, 1, 2**64 - 1
+_SMALLEST_PAGE = 4096
+
+
+def check_size(path: Path) -> None:
+    """Check that a file has all pages that its head names, before LMDB maps it: reading behind its end kills the
+    process. LMDB itself checks the rest.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = _newest_head(file)
+        if head is None:
+            return
+        page_bytes, free_root, last = head
+        if size >= (last + 1) * page_bytes:
+            return
+        # LMDB does not write free pages at the end.
+        there = size // page_bytes
+        try:
+            lost = set(range(there, last + 1)).difference(_free_pages(file, page_bytes, free_root))
+        except (struct.error, RecursionError):
+            lost = {last}
+    if lost:
+        needed = (max(lost) + 1) * page_bytes
+        raise StorageFailed(f"{path} was cut short: it has {size} bytes, but needs {needed}: {RESTORE}")
+
+
+def _newest_head(file: BinaryIO) -> tuple[int, int, int] | None:
+    """Page size, root of the free list, and last page; None if the file has no head, which LMDB reports."""
+    heads = list[tuple[int, int, int, int]]()
+    for at in (0, _SMALLEST_PAGE):
+        if heads:
+            at = heads[0][1]
+        file.seek(at + _PAGE.size)
+        raw = file.read(_HEAD.size)
+        if len(raw) < _HEAD.size:
+            break
+        magic, version, page_bytes, root, last, transaction = _HEAD.unpack(raw)
+        if (magic, version) == (_MAGIC, _VERSION) and page_bytes >= 512:
+            heads.append((transaction, page_bytes, root, last))
+    return max(heads)[1:] if heads else None
+
+
+def _free_pages(file: BinaryIO, page_bytes: int, root: int) -> Iterator[int]:
+    """The pages in the free list, from a tree of which each leaf has lists of numbers."""
+    if root == _NO_PAGE:
+        return
+    page = _read(file, root * page_bytes, page_bytes)
+    _, _, flags, lower, _ = _PAGE.unpack_from(page)
+    for (at,) in struct.iter_unpack("<H", page[_PAGE.size : lower]):
+        low, high, node_flags, key_bytes = _NODE.unpack_from(page, at)
+        content = at + _NODE.size
+        if flags & _BRANCH:
+            yield from _free_pages(file, page_bytes, low | high << 16 | node_flags << 32)
+        elif node_flags & _ON_OTHER_PAGES:
+            (first,) = struct.unpack_from("<Q", page, content + key_bytes)
+            yield from _numbers(_read(file, first * page_bytes + _PAGE.size, low | high << 16))
+        else:
+            yield from _numbers(page[content + key_bytes :][: low | high << 16])
+
+
+def _numbers(raw: bytes) -> Iterator[int]:
+    """The numbers of a list, which begins with their count."""
+    (count,) = struct.unpack_from("<Q", raw)
+    yield from struct.unpack_from(f"<{count}Q", raw, 8)
+
+
+def _read(file: BinaryIO, at: int, size: int) -> bytes:
+    """Read bytes. Too few lead to an error of `struct`."""
+    file.seek(at)
+    return file.read(size)

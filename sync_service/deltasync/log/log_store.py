@@ -8,17 +8,19 @@ ones, except those that were refused.
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from deltasync.access.limits import LimitOptions
 from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.log.volume import Volume
 
+B = TypeVar("B")
 Buffer = bytes | memoryview
 # The largest number, part and index of a record.
 LAST_NUMBER = 2**64 - 1
@@ -35,12 +37,28 @@ class Record:
     payload: memoryview
 
 
+class Address(NamedTuple):
+    """Place of a record in the log: number, part and index in a stream."""
+
+    stream: str
+    number: int
+    part: int
+    at: int
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Number, part and index."""
+        return self[1:]
+
+
 class LogStore(Protocol):
     """A log. Safe to use from any thread.
 
     Every method that writes returns at once. Its future ends when the write is on disk, or fails with
     `StorageFailed` if nothing was written. A failed write does not affect others. A `patient` write matters only
     with a later one, and may be batched with the next write that is not patient, or with several patient ones.
+
+    Methods that read raise `StorageFailed` for a damaged record, and name it.
 
     Attributes:
         shared: whether another process can take over the log. If so, it is truncated only up to a checkpoint which
@@ -89,28 +107,16 @@ class LogStore(Protocol):
         """Write several small records, and delete those that are None, all or none, even in a full log."""
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`, in the order of their addresses.
-
-        Raises:
-            StorageFailed: a record is damaged; the message names it.
-        """
+        """The records with numbers from `first` to `last`, in the order of their addresses."""
 
     def newest(self, stream: str) -> int:
         """The largest number of a stream's records; 0 if it has none."""
 
     def items(self, prefix: str) -> dict[str, bytes]:
-        """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names.
-
-        Raises:
-            StorageFailed: one of them is damaged; the message names it.
-        """
+        """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names."""
 
     def streams(self) -> list[str]:
-        """The names of all streams that have records, sorted.
-
-        Raises:
-            StorageFailed: the internal order of the log is damaged.
-        """
+        """The names of all streams that have records, sorted."""
 
     def used_bytes(self) -> int:
         """Size of the log's content in bytes."""
@@ -131,11 +137,7 @@ class Logs(Protocol):
     accepted_risks: list[str]
 
     def of(self, model: str) -> LogStore:
-        """The log of a model and its consumers.
-
-        Raises:
-            NotOwner: another process of the service owns it.
-        """
+        """The log of a model and its consumers; `NotOwner` if another process of the service owns it."""
 
     def each(self) -> Sequence[LogStore]:
         """All open logs, each once."""
@@ -169,7 +171,7 @@ class EmbeddedLogs:
         return self._log.refusing
 
     def close(self) -> None:
-        """Finish the submitted writes, and close."""
+        """Close it."""
         self._log.close()
 
 
@@ -286,11 +288,84 @@ class WriteQueue:
 
 
 def check_written(writes: Sequence[Future[None]]) -> None:
-    """Check that no earlier write was refused. A pending one fails together with all later ones.
-
-    Raises:
-        StorageFailed: the error of the first refused write.
-    """
+    """Raise the error of the first refused write. A pending one fails together with all later ones."""
     for write in writes:
         if write.done() and (error := write.exception()):
             raise error
+
+
+class QueuedLog(ABC, Generic[B]):
+    """The writing half of a `LogStore`: a queue, and a thread that adds its writes to batches of type `B`.
+
+    Attributes: see `LogStore`.
+    """
+
+    def __init__(self) -> None:
+        self.refusing, self.queue = False, WriteQueue()
+        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
+
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        """Write a record from its pieces, unless a write in `after` was refused."""
+        address = Address(stream, number, part, index)
+        size = sum(memoryview(piece).nbytes for piece in payload)
+
+        def write(batch: B) -> None:
+            check_written(after)
+            self._append(batch, address, payload, size)
+
+        return self.queue.submit(write, size, patient=patient)
+
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
+        """Drop the records from `number` on, or only those of one part of `number`."""
+        return self.queue.submit(lambda batch: self._drop(batch, stream, number, part), 0, patient=patient)
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        """Drop the records up to number `upto`."""
+        return self.queue.submit(lambda batch: self._truncate(batch, stream, upto), 0)
+
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Write a small record, unless a write in `after` was refused; None deletes it."""
+        return self.put_all({name: value}, after=after)
+
+    def put_all(self, records: Mapping[str, bytes | None], *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Write several small records, all or none; None deletes one."""
+        size = sum(len(name) + len(value or b"") for name, value in records.items())
+
+        def write(batch: B) -> None:
+            check_written(after)
+            self._put(batch, records)
+
+        return self.queue.submit(write, size)
+
+    # The methods below run in the writer's thread.
+
+    @abstractmethod
+    def _append(self, batch: B, address: Address, payload: Sequence[Buffer], size: int) -> None: ...
+
+    @abstractmethod
+    def _drop(self, batch: B, stream: str, number: int, part: int | None) -> None: ...
+
+    @abstractmethod
+    def _truncate(self, batch: B, stream: str, upto: int) -> None: ...
+
+    @abstractmethod
+    def _put(self, batch: B, records: Mapping[str, bytes | None]) -> None: ...
+
+    @abstractmethod
+    def _write(self, submitted: list[Submitted]) -> None: ...
+
+    def _write_loop(self) -> None:
+        closing = False
+        while not closing:
+            submitted, closing = self.queue.take()
+            self._write(submitted)
+            del submitted  # Its closures refer to rows.

@@ -108,11 +108,6 @@ def reading(name: str) -> Iterator[None]:
         raise StorageFailed(f"the log's {name} is invalid ({error!r}): {RESTORE}") from error
 
 
-def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
-    """The time of the newest event in a record; empty if unknown."""
-    return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
-
-
 # A layout has the tables of a run and the shards of one rank. Rows refer to it by a number, its hash.
 
 

@@ -45,8 +45,6 @@ from deltasync.model.releases import BLOCK_BYTES, NO_TABLES, FrozenRelease, Head
 
 T = TypeVar("T")
 _RELEASE_MEMORY_BYTES = 64 << 20
-# Rows that a checkpoint copies in its last turn, which delays a cut by a few milliseconds.
-_LAST_TURN_BYTES = 8 << 20
 
 
 def _go_on() -> None:
@@ -329,9 +327,7 @@ class Model:
         async with self._checkpointing:
             subject, previous = _ModelAndViews(self, views, small, check), self.checkpointed
             try:
-                self.checkpointed = await in_own_thread(
-                    self.checkpoints.write, subject, previous, _LAST_TURN_BYTES
-                )
+                self.checkpointed = await in_own_thread(self.checkpoints.write, subject, previous)
             except DamagedRows as error:
                 self.tables.note_damage(error)
                 raise

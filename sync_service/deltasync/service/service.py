@@ -11,9 +11,9 @@ from deltasync.base.events import EventCounts, EventKind, EventLog, Events, Rece
 from deltasync.base.process import FreedMemory
 from deltasync.base.threads import name_threads
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.formats import check_formats
-from deltasync.cluster.member import Member
-from deltasync.cluster.owners import JoiningProcess, Owners, SingleProcess
+from deltasync.checkpoints.store import check_formats
+from deltasync.cluster.bucket import Member
+from deltasync.cluster.owners import JoiningProcess, Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
 from deltasync.log.lmdb_store import LmdbStore, read_small_record
@@ -94,7 +94,7 @@ class Service:
             )
             undo.pop_all()
         self.views = ViewRegistry(tasks, self.events, options.releases)
-        owners = JoiningProcess(Member("", "", "")) if storage.shared else SingleProcess(Member("", "", ""))
+        owners = JoiningProcess(Member("", "", "")) if storage.shared else Owners(Member("", "", ""))
         self.models = Models(storage, owners, self.registry, self.views, self.limits, self.volumes)
         for records in recorded:
             self.models.recovering |= records

@@ -11,7 +11,7 @@ from deltasync.base.errors import Owner
 from deltasync.base.logs import under_way
 from deltasync.base.words import utc
 from deltasync.checkpoints.kept_version import KeptVersion
-from deltasync.cluster.member import Member
+from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry

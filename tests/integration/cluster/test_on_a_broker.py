@@ -15,8 +15,8 @@ from nats.aio.client import Client
 from tests.support.ports import free_port
 
 from deltasync.base.errors import Owner
-from deltasync.cluster.bucket import to_claim
-from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
+from deltasync.cluster.bucket import Claim, unpack
+from deltasync.cluster.nats_bucket import NatsBucket
 
 LEASE_SECONDS = 1.5
 MODEL = "ads.v1"
@@ -94,7 +94,7 @@ def _escaped(model: str) -> str:
 
 async def owner_of(client: Client, model: str) -> Owner:
     entry = await (await client.jetstream().key_value("deltasync_owners")).get(f"model.{model}")
-    owner = to_claim(entry.value or b"").owner
+    owner = unpack(Claim, entry.value or b"").owner
     assert owner
     return owner
 
@@ -180,7 +180,7 @@ def test_a_bucket_that_forgets_moves_no_model(broker: str, earlier: bool) -> Non
             was = (await bucket.get(f"model.{model}")).value or b""
             await js.delete_key_value("deltasync_owners")
             if earlier:
-                made = NatsBucket(client, BucketOptions())
+                made = NatsBucket(client, "deltasync_owners")
                 await made.follow(lambda _entry: None)
                 early = was.replace(f'"{first.name}"'.encode(), b'"z"').replace(b'"epoch": 1', b'"epoch": 0')
                 assert early != was
@@ -195,7 +195,7 @@ def test_a_bucket_that_forgets_moves_no_model(broker: str, earlier: bool) -> Non
 async def until_owned_by(client: Client, model: str, process: str) -> None:
     """Wait for the bucket to be there again, and to say so."""
     said = asyncio.Event()
-    bucket = NatsBucket(client, BucketOptions())
+    bucket = NatsBucket(client, "deltasync_owners")
     while not said.is_set():
         await bucket.follow(lambda entry: said.set() if _says(entry.key, entry.value, model, process) else None)
         await asyncio.wait([asyncio.ensure_future(said.wait())], timeout=LEASE_SECONDS)
@@ -203,4 +203,4 @@ async def until_owned_by(client: Client, model: str, process: str) -> None:
 
 
 def _says(key: str, value: bytes, model: str, process: str) -> bool:
-    return key == f"model.{model}" and to_claim(value).process == process
+    return key == f"model.{model}" and unpack(Claim, value).process == process

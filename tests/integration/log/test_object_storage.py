@@ -14,6 +14,7 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
+from deltasync.checkpoints.writing import WriteOptions
 from deltasync.service.backup import BackupPlace
 from deltasync.service.restore import restore
 
@@ -33,7 +34,7 @@ def place(storage: ObjectStorage, request: pytest.FixtureRequest) -> Place:
 
 
 def _world(folder: Path, place: Place) -> Checkpointed:
-    world = Checkpointed(CheckpointStore(MODEL, Place(str(folder / "checkpoints")), place))
+    world = Checkpointed(CheckpointStore(MODEL, Place(str(folder / "checkpoints")), place), options=WriteOptions())
     world.model.add("user", 100_000, 32)
     world.model.change("user", 0.5)
     return world

@@ -99,7 +99,7 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
                 full()
 
     patch.setattr(LmdbStore, "_delete_range", deleting)
-    patch.setattr(LmdbStore, "_keep", full)
+    patch.setattr(LmdbStore, "_put", full)
     patch.setattr(LmdbStore, "_append", full)
     patch.setattr(os, "posix_fallocate", full)
 

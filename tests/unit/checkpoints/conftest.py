@@ -1,6 +1,5 @@
 """Checkpoints of small files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,6 @@ from tests.support.checkpointed import MODEL, Checkpointed
 
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_files() -> Iterator[None]:
-    """Have many chunks and files of a few rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.checkpoints.chunks.FILE_BYTES", 2048)
-        patch.setattr("deltasync.checkpoints.writing.CHUNK_BYTES", 512)
-        patch.setattr("deltasync.checkpoints.writing.TURN_BYTES", 1024)
-        yield
 
 
 @pytest.fixture

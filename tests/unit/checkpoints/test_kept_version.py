@@ -13,9 +13,15 @@ from tests.support.seals import sealed
 
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
 from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.kept_version import KeptVersion, check_kept_name, find_kept, kept_file, pack_kept
+from deltasync.checkpoints.kept_version import (
+    KeptVersion,
+    SharedFiles,
+    check_kept_name,
+    find_kept,
+    kept_file,
+    pack_kept,
+)
 from deltasync.checkpoints.manifest import File, Manifest, pack_manifest
-from deltasync.checkpoints.shared_files import SharedFiles
 from deltasync.checkpoints.store import CheckpointStore
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -451,9 +452,9 @@ def test_damaged_rows_are_not_written(world: Checkpointed, tmp_path: Path) -> No
 
 
 def test_a_view_that_cannot_say_its_state_is_left_out_in_the_end(
-    world: Checkpointed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: Checkpointed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.checkpoints.writing.PATIENCE_SECONDS", 0.05)
+    world.options = replace(world.options, patience_seconds=0.05)
     world.views["mobile"].busy = 10**9
     made = world.write()
     assert [entry.key.owner for entry in made.tables] == [""]

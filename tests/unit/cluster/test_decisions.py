@@ -8,17 +8,14 @@ from deltasync.cluster.bucket import (
     CONSUMER,
     MODEL,
     PROCESS,
+    Claim,
     ClusterState,
+    Member,
     key_of,
     name_of,
-    of_claim,
-    of_consumer,
-    of_member,
-    to_claim,
-    to_consumer,
-    to_member,
+    pack,
+    unpack,
 )
-from deltasync.cluster.member import Claim, Member
 from deltasync.cluster.placement import heir_of, next_after, next_steps, ranked, responsibility_for
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
@@ -75,18 +72,18 @@ def test_other_keys_are_refused(key: str) -> None:
 
 @given(claims, st.builds(Member, names, st.text(), st.text(), models=st.integers(0)), names)
 def test_entries_are_read_as_they_were_written(written: Claim, member: Member, model: str) -> None:
-    assert to_claim(of_claim(written)) == written
-    assert to_member(of_member(member)) == member
-    assert to_consumer(of_consumer(model)) == model
+    assert unpack(Claim, pack(written)) == written
+    assert unpack(Member, pack(member)) == member
+    assert unpack(str, pack(model)) == model
 
 
 @pytest.mark.parametrize(
     "value", [b"{", b"[]", b"{}", b'{"owner": 1, "epoch": 1}', b'{"owner": null, "epoch": "1"}', b"\xff"]
 )
 def test_entries_that_are_not_understood_are_refused(value: bytes) -> None:
-    for read in (to_claim, to_member, to_consumer):
+    for kind in (Claim, Member, str):
         with pytest.raises(InvalidInput):
-            read(value)
+            unpack(kind, value)
 
 
 @given(names, processes, processes)

@@ -13,8 +13,8 @@ from tests.unit.support.async_tests import as_test
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, StorageFailed
 from deltasync.base.events import Event, EventKind, EventLog, event_text
-from deltasync.cluster.member import Member
-from deltasync.cluster.owners import Owners, SingleProcess
+from deltasync.cluster.bucket import Member
+from deltasync.cluster.owners import Owners
 from deltasync.cluster.placement import heir_of
 
 MODEL = "ads"
@@ -374,7 +374,6 @@ ME = Member("a", "a:1", "http://a")
 
 def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
     async def scenario(owners: Owners) -> None:
-        await owners.start()
         owners.check("ads")
         assert owners.confirmed
         assert await owners.claim("ads") == owners.owner_of("ads") == ME.owner()
@@ -385,9 +384,8 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
             await owners.move("ads", "b")
         await owners.drain()
         owners.check("ads")
-        await owners.close()
 
-    asyncio.run(scenario(SingleProcess(ME)))
+    asyncio.run(scenario(Owners(ME)))
 
 
 def test_it_needs_no_client_of_brokers() -> None:

@@ -87,12 +87,12 @@ def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path) -> None:
     """However many replicas have moved, a few offsets are ahead of it."""
     written = list[str]()
 
-    class Counting(LmdbStore):
-        def _keep(self, txn: Any, records: Mapping[str, bytes | None], *after: Any) -> None:
+    class Counted(LmdbStore):
+        def _put(self, batch: Any, records: Mapping[str, bytes | None]) -> None:
             written.extend(records)
-            super()._keep(txn, records, *after)
+            super()._put(batch, records)
 
-    log = Counting(LogOptions(directory=tmp_path))
+    log = Counted(LogOptions(directory=tmp_path))
 
     async def main() -> None:
         offset_log = OffsetLog(log, Events(), ())

@@ -9,7 +9,7 @@ import lmdb
 import pytest
 
 from deltasync.base.errors import StorageFailed
-from deltasync.log.lmdb_file import check_size
+from deltasync.log.lmdb_store import check_size
 
 
 def write_randomly(folder: Path, seed: int, commits: int) -> int:

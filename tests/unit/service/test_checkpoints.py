@@ -25,8 +25,8 @@ from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.store import CheckpointStore, NotCopied
-from deltasync.cluster.member import Member
-from deltasync.cluster.owners import SingleProcess
+from deltasync.cluster.bucket import Member
+from deltasync.cluster.owners import Owners
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore, LogUnavailable
@@ -45,7 +45,7 @@ class Process:
     def __init__(self, service: Service, logs: ManyLogs, url: str, name: str) -> None:
         self.service, self.logs, self.place = service, logs, Place(url)
         self.hosting = service.hosting(logs)
-        service.join(SingleProcess(Member(name, "", "")))  # Whoever asks is at the right one.
+        service.join(Owners(Member(name, "", "")))  # Whoever asks is at the right one.
         self.stored = CheckpointStore(MODEL, self.place)
 
     async def take(self) -> None:

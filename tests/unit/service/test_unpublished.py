@@ -23,7 +23,7 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.access.limits import LimitOptions
 from deltasync.base.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
-from deltasync.cluster.member import ClusterOptions, Member
+from deltasync.cluster.bucket import ClusterOptions, Member
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec

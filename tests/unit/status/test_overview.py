@@ -14,8 +14,8 @@ from tests.unit.support.async_tests import in_service
 from deltasync.base.errors import Owner
 from deltasync.cli.output import urgency
 from deltasync.cli.status import _HOLDING
-from deltasync.cluster.member import Member
-from deltasync.cluster.owners import SingleProcess
+from deltasync.cluster.bucket import Member
+from deltasync.cluster.owners import Owners
 from deltasync.log.brokers import BrokerVolume
 from deltasync.log.volume import Volume
 from deltasync.service.service import Service
@@ -24,7 +24,7 @@ from deltasync.status.overview import consumer_statuses, model_statuses, unowned
 from deltasync.status.records import ReplicaState, State
 
 
-class Owning(SingleProcess):
+class Owning(Owners):
     """Process `a` is about to take `coming`, `b` owns `elsewhere`, and nobody has `lost`."""
 
     def owner_of(self, model: str) -> Owner | None:

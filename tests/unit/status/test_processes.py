@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import pytest
 
 from deltasync.base.errors import Owner
-from deltasync.cluster.member import Member
-from deltasync.cluster.owners import SingleProcess
+from deltasync.cluster.bucket import Member
+from deltasync.cluster.owners import Owners
 from deltasync.status.overview import process_statuses
 
 ME, OTHER = Member("a", "a:1", "http://a"), Member("b", "b:1", "http://b")
 
 
-class Expiring(SingleProcess):
+class Expiring(Owners):
     """Process `a`, which sees the lease of `b` expire at the given look at the clock."""
 
     def __init__(self, look: int) -> None:
