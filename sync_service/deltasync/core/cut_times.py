@@ -11,11 +11,7 @@ from deltasync.base.clock import LONG_BOUNDS, Durations, steady_ns
 from deltasync.core.seal import Seal
 
 SERVICE_PARTS = ("gather", "send", "seal", "log", "apply")
-
-
 KEPT_CUTS = 200
-
-
 _RECENT = 500
 
 

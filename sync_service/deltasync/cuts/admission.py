@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deltasync.base.decision import Decision
-from deltasync.base.errors import Contradiction, DeltasyncError, RunRefused, ServiceUnavailable
+from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, RunRefused, ServiceUnavailable
 from deltasync.base.words import counted, utc
 from deltasync.core.position import NOWHERE, Position, first_run_id
 from deltasync.core.seal import Seal, SealHistory
@@ -136,14 +136,6 @@ def _restart_from(run: str, version: int) -> str:
     )
 
 
-def may_join(run: Run, current: Run | None) -> Decision:
-    """Whether an identity may join a run as a rank: only the identity that opened the run may."""
-    if current is None or run.id != current.id or None in (run.by, current.by) or run.by == current.by:
-        return Decision(True, f"run {run.id} belongs to this identity")
-    text = f"run {run.id} belongs to another identity: its ranks must share a token, or a certificate name"
-    return Decision(False, text)
-
-
 def may_publish(
     run: Run,
     current: Run | None,
@@ -167,6 +159,9 @@ def may_publish(
         rolling_back: whether a rollback has not ended yet; if it fails, the run before it publishes again.
     """
     if current and run.id == current.id:
+        if None not in (run.by, current.by) and run.by != current.by:
+            text = "belongs to another identity: its ranks must share a token, or a certificate name"
+            return Admission(False, f"run {run.id} {text}", NotPermitted)
         if run.world_size != current.world_size:
             return Admission(
                 False,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from deltasync.base.decision import Decision
-from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, Superseded
+from deltasync.base.errors import Contradiction, DeltasyncError, Superseded
 from deltasync.core.tables import DIGEST_TYPE, TableSpec
-from deltasync.cuts.admission import Run, may_join, may_publish
+from deltasync.cuts.admission import Run, may_publish
 
 # A cut does not fit if the full log refuses it this number of times, each time after checkpoints freed space.
 MOST_TRIES = 3
@@ -312,9 +312,6 @@ def _at_rest(transition: Transition) -> Transition:
 
 def _join(state: State, event: RankJoined) -> Transition:
     run, current = event.run, state.run
-    joins = may_join(run, current)
-    if not joins.yes:
-        return _refused(state, NotPermitted(joins.reason))
     decision = may_publish(
         run,
         current,
