@@ -183,7 +183,11 @@ def _begin_with(beside: Path, folder: Path) -> None:
         return
     try:
         for file in beside.glob("*.nb[ic]"):
-            _copy_if_new(file, folder / file.name)
+            # An existing file may be compiled for another processor than the image's.
+            if not (target := folder / file.name).exists():
+                made = folder / f"{file.name}.{os.getpid()}"
+                shutil.copyfile(file, made)  # The umask determines who may read it, not the mode in the image.
+                made.replace(target)  # Other processes may copy the same file, or already read it.
     except OSError as error:
         logger.warning("the compiled kernels in %s cannot be used and are compiled again: %s", beside, error)
 
@@ -238,39 +242,12 @@ def _import_all() -> None:
             importlib.import_module(module.name)
 
 
-def _is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK)
+def keep_in(folder: Path) -> None:
+    """Cache compiled kernels in a folder of this process if numba has none and the package's is not writable.
 
-
-def keep_in(folder: Path, *, is_writable: Callable[[Path], bool] = _is_writable) -> None:
-    """Cache compiled kernels in a folder of this process if their present folder is not writable.
-
-    Call it before the first call of a kernel. Existing code is copied, so that kernels compiled while building an
-    image need not be compiled again.
+    Call it before the first call of a kernel.
     """
     import numba
 
-    named = numba.config.CACHE_DIR
-    kept = Path(named) if named else Path(__file__).parent
-    if is_writable(kept) or (named and not kept.exists()):
-        return
-    if named:
-        try:
-            for source in (kept, *kept.rglob("*")):
-                _copy_if_new(source, folder / source.relative_to(kept))
-        except OSError as error:
-            logger.warning("the compiled kernels in %s cannot be used and are compiled again: %s", kept, error)
-    numba.config.CACHE_DIR = str(folder)
-
-
-def _copy_if_new(source: Path, target: Path) -> None:
-    """Copy a file or make a folder, unless it exists: this process may have compiled it for another processor.
-
-    The umask determines who may read it, not the mode in the image.
-    """
-    if source.is_dir():
-        target.mkdir(parents=True, exist_ok=True)
-    elif not target.exists():
-        partial = f"{target}.{os.getpid()}"
-        shutil.copyfile(source, partial)
-        os.replace(partial, target)  # Other processes may copy the same file, or already read it.
+    if not numba.config.CACHE_DIR and not os.access(Path(__file__).parent, os.W_OK):
+        numba.config.CACHE_DIR = str(folder)

@@ -1,7 +1,6 @@
 """A dense part that was compiled follows as any module does, and is of one version at any time."""
 
 import copy
-import logging
 import sys
 import threading
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.support.compiled import (
 from tests.support.fleet import AT_ONCE, Trainer, follow, wait_for_lag, wait_until_in_sync
 from tests.support.programs import run_program
 from tests.support.server import RunningService
+from tests.support.targets import read_rows
 from torch import nn
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -93,25 +93,6 @@ def test_some_rows_of_a_constant(model: Model) -> None:
     expected = weights(1)[name]
     expected[[1, 5]] = 9
     assert torch.equal(model.state_dict()[name], expected)
-
-
-@pytest.mark.nightly
-def test_a_release_is_served_by_one_swap(model: Model) -> None:
-    target, features = followed(model), torch.ones(3, compiled.DIM)
-    before, after = as_written(1).over(features), as_written(2).over(features)
-    seen: list[torch.Tensor] = []
-    over = next(each for each in model.modules() if isinstance(each, CompiledModule))
-    swap = over.swap
-
-    def watched() -> None:
-        seen.append(over(features))
-        swap()
-        seen.append(over(features))
-
-    vars(over)["swap"] = watched
-    target.apply(release_of(2, weights(2)))
-    assert torch.equal(seen[0], before)
-    assert all(torch.equal(each, after) for each in seen[1:])
 
 
 class Serving:
@@ -215,16 +196,6 @@ def test_an_attribute_assigned_over_a_constant_is_not_served(model: Model) -> No
 
 
 @pytest.mark.nightly
-def test_a_buffer_beside_the_constants_follows_as_any_other(model: Model) -> None:
-    model.over.register_buffer("level", torch.zeros(2))
-    target, table = followed(model), TableSpec("over.level", 1, 2, kind=TableKind.BUFFER)
-    release = release_of(2, {}, tables=[*tables_of(as_written(1)), table])
-    release.rows.append(RowBatch.of_table(table, np.array([0]), np.ones((1, 2), np.float32)))
-    target.apply(release)
-    assert model.over.get_buffer("level").tolist() == [1, 1]
-
-
-@pytest.mark.nightly
 def test_a_copy_has_the_hooks_of_the_module(model: Model) -> None:
     model.over.register_forward_hook(lambda _module, _inputs, found: 2 * found)
     target = followed(model, "copies")
@@ -269,16 +240,6 @@ def test_a_copy_has_constants_of_its_own(model: Model) -> None:
 def test_constants_outlive_the_module(package: Path) -> None:
     kept = followed(compiled_model(package)).tables()["over.layers.0.weight"]
     assert torch.equal(kept, weights(1)["over.layers.0.weight"])
-
-
-@pytest.mark.nightly
-def test_constants_that_no_table_brings_are_warned_of(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    state = {name: each for name, each in weights(1).items() if name != "over.scale"}
-    tables = [table_of(name, each) for name, each in state.items()]
-    TorchTarget(model).apply(release_of(1, state, resync=True, tables=tables))
-    assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
-        "no table updates these parts of the module: over.scale"
-    ]
 
 
 def with_table(table: TableSpec) -> Any:
@@ -350,16 +311,6 @@ def test_a_conversion_is_refused_where_it_would_change_anything(model: Model) ->
         model.half()
 
 
-@pytest.mark.nightly
-def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None:
-    with torch.inference_mode():
-        model = compiled_model(package)
-    target = followed(model)
-    target.apply(release_of(2, weights(2), resync=True))
-    assert held(target, model) == rows_of(weights(2))
-    assert torch.equal(output(copy.deepcopy(model)), output(as_written(2)))
-
-
 @pytest.mark.nightly  # It is compiled.
 def test_a_part_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
     model = compiled_model(compile_over(tmp_path / "over.pt2", torch.float16, **KEEP))
@@ -370,8 +321,7 @@ def test_a_part_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) ->
         target.apply(release_of(version, dense, resync=version == 1, tables=tables))
         for table in tables[1:]:
             assert torch.equal(model.state_dict()[table.name], dense[table.name].half())
-            rows = target.read(table, np.arange(table.rows))
-            assert rows is not None
+            rows = read_rows(target, table, np.arange(table.rows))
             assert rows.tobytes() == dense[table.name].numpy().tobytes()
         dense = {name: each * 1.37 for name, each in dense.items()}
 

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from tests.support.deployments import COMMAND
 from tests.support.fleet import ITEM, USER, Trainer, wait_for_lag
+from tests.support.keyed_model import ROWS
+from tests.support.keyed_model import USER as KEYED
 from tests.support.programs import killed
 from tests.support.server import RunningService
+from tests.support.shared_memory import attached, mirror, release_of
 from tests.support.waiting import wait_for
 
 from deltasync.base.errors import DeltasyncError
-from deltasync.client import Position, Release, RowBatch, SharedReader, SharedTarget
+from deltasync.client import SharedReader
 from deltasync.core.policy import Policy
 
 
@@ -36,7 +39,7 @@ def started(
 
 def work(folder: Path, pipe: Connection, before: SharedReader | None) -> None:
     """A worker: answers with its version, its rows and its readiness."""
-    reader = before or SharedReader("m", directory=folder)
+    reader = before or attached(folder)
     while pipe.recv():
         pipe.send((reader.version().version, rows(reader), reader.readiness.yes))
 
@@ -52,13 +55,13 @@ def test_worker_processes_keep_reading_when_the_mirror_is_killed(
         trainer.publish_all()
         with killed(started(service, folder)):
             wait_for(lambda: (folder / "deltasync-m" / "control").exists())
-            reader = SharedReader("m", directory=folder)
+            reader = attached(folder)
             wait_for(lambda: reader.readiness.yes)
             assert rows(reader) == trainer.expected()
             context, pipes, workers = get_context("fork"), list[Connection](), []
-            for attached in (reader, None, None):
+            for before in (reader, None, None):
                 here, there = context.Pipe()
-                workers.append(context.Process(target=work, args=(folder, there, attached)))
+                workers.append(context.Process(target=work, args=(folder, there, before)))
                 workers[-1].start()
                 pipes.append(here)
             version = trainer.change(20).number
@@ -91,7 +94,7 @@ def test_a_stopped_mirror_says_goodbye_and_a_failed_one_says_why(tmp_path: Path,
         trainer.publish_all()
         with killed(started(service, folder, "--readable-by", "owner")) as process:
             wait_for(lambda: (folder / "deltasync-m" / "control").exists())
-            reader = SharedReader("m", directory=folder)
+            reader = attached(folder)
             wait_for(lambda: reader.readiness.yes)
             second = started(service, folder)
             assert "another process writes" in second.communicate(timeout=30)[1]
@@ -127,19 +130,6 @@ def test_a_mirror_whose_folder_is_removed_ends_with_an_error(tmp_path: Path, fol
         wait_for_lag(service, "predictors", lambda lag: lag["state"] != "in sync")
 
 
-def test_a_mirror_refuses_a_release_of_another_model(tmp_path: Path, folder: Path) -> None:
-    target = SharedTarget("m", "predictors", directory=folder)
-    rows = RowBatch.of_table(USER, np.arange(USER.rows), np.ones((USER.rows, USER.dim), np.float32))
-    target.apply(Release(Position("h", 7, 7), 7, 7, True, [USER], [rows], version=7, model="views"))
-    target.close()
-    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        process = started(service, folder)
-        assert "has model 'views', the consumer's is 'clicks'" in process.communicate(timeout=60)[1]
-        assert process.returncode == 1
-    assert SharedReader("m", directory=folder).version().version == 7
-
-
 def test_a_mirror_raises_its_limit_of_open_files(tmp_path: Path, folder: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
@@ -152,11 +142,11 @@ def test_a_mirror_raises_its_limit_of_open_files(tmp_path: Path, folder: Path) -
 
 def read_on(folder: Path, stop: Event, pipe: Connection) -> None:
     """Read until told to stop; answer with the number of lookups, or what was torn."""
-    reader, ids, lookups = SharedReader("m", directory=folder), np.arange(USER.rows), 0
+    reader, ids, lookups = attached(folder), np.arange(ROWS), 0
     while not stop.is_set():
-        values, version = reader.lookup(USER.name, ids)
+        values, version = reader.lookup(KEYED.name, ids)
         with reader.reading() as now:
-            whole, at = now.tables[USER.name].copy(), now.version
+            whole, at = now.tables[KEYED.name].copy(), now.version
         for some, of in ((values, version), (whole, at)):
             if not (some == of).all():
                 pipe.send(f"version {of}: {some.min()} to {some.max()}")
@@ -167,25 +157,9 @@ def read_on(folder: Path, stop: Event, pipe: Connection) -> None:
 
 @pytest.mark.nightly
 def test_32_readers_see_whole_versions_while_releases_come(folder: Path) -> None:
-    target, context = SharedTarget("m", "predictors", directory=folder), get_context("fork")
+    target, context = mirror(folder), get_context("fork")
     stop = context.Event()
-
-    def apply(version: int) -> None:
-        rows = RowBatch.of_table(USER, np.arange(USER.rows), np.full((USER.rows, USER.dim), version, np.float32))
-        target.apply(
-            Release(
-                position=Position("h", version, version),
-                step=version,
-                step_end_unix_ns=version,
-                resync=version == 1,
-                tables=[USER],
-                rows=[rows],
-                version=version,
-                model="clicks",
-            )
-        )
-
-    apply(1)
+    target.apply(release_of(1))
     pipes, workers = list[Connection](), []
     for _ in range(32):
         here, there = context.Pipe()
@@ -193,7 +167,7 @@ def test_32_readers_see_whole_versions_while_releases_come(folder: Path) -> None
         workers[-1].start()
         pipes.append(here)
     for version in range(2, 40):
-        apply(version)
+        target.apply(release_of(version))
         stop.wait(0.1)  # Ten releases a second; nothing depends on it.
     stop.set()
     found = [pipe.recv() for pipe in pipes]

@@ -185,7 +185,7 @@ def test_a_torn_answer_is_retried_once(folder: Path, monkeypatch: pytest.MonkeyP
             target.apply(release_of(version))
         return plain_answer(now, request)
 
-    monkeypatch.setattr(model, "_answer", slow_answer)
+    model._answer = slow_answer
     request = [Tensor("USER", np.array([3])), Tensor("ITEM", np.array([4]))]
     (response,) = model.execute([request])
     assert [each.array for each in response.output_tensors if each.name == "VERSION"] == [3]

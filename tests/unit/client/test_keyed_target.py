@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
+from tests.support.targets import read_rows
 
 from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
@@ -121,8 +122,7 @@ def test_one_raw_id_for_two_rows_is_an_error_before_any_write(raw_ids: list[tupl
     with pytest.raises(Contradiction, match=re.escape(said)):
         target.apply(_swapped(2, raw_ids))
     assert held_by(target) == model.expected()
-    read = target.read(RAW_IDS, np.arange(ROWS))
-    assert read is not None
+    read = read_rows(target, RAW_IDS, np.arange(ROWS))
     assert read[:, 0].tolist() == [7 ^ FREE_ID, 0, 0, 0, 0, 0]
 
 

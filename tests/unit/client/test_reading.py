@@ -5,14 +5,15 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.support import quantised_model
+from tests.support.targets import read_rows
 from tests.support.threads import WAIT, threads
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -35,6 +36,7 @@ from deltasync.client import (
     TornTarget,
 )
 from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.local import Gate
 from deltasync.client.targets.target import Reading, Reads
 from deltasync.client.targets.torch_target import TorchTarget, copy_of
 from deltasync.core.digests import checksum_of
@@ -212,19 +214,26 @@ def test_one_of_two_copies_can_always_be_read(kind: str) -> None:
     assert read(target) == (2, {2})
 
 
+class Late(Gate):
+    """Does something just before the first reader enters."""
+
+    def __init__(self, task: Callable[[], object]) -> None:
+        super().__init__()
+        self._tasks = [task]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        while self._tasks:
+            self._tasks.pop()()
+        with super().reading():
+            yield
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_that_enters_during_a_swap_delays_no_release(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_enters_during_a_swap_delays_no_release(kind: str) -> None:
     target = target_of(kind, "copies")
     target.apply(release_of(1))
-    gate = target._served.gate
-    entering = gate.reading
-
-    def swapped_just_before() -> AbstractContextManager[None]:
-        monkeypatch.undo()
-        target.apply(release_of(2))
-        return entering()
-
-    monkeypatch.setattr(gate, "reading", swapped_just_before)
+    target._served.gate = Late(lambda: target.apply(release_of(2)))
     new = [0]
 
     def come() -> None:
@@ -300,8 +309,7 @@ def test_damage_of_either_copy_shows_in_the_checksum(kind: str, served: bool) ->
     expected = checksum_of(np.arange(ROWS), np.full((ROWS, DIM), 2, "<f4"))
     assert right == expected
     damaged[7, 3] += 1
-    found = target.read(TABLES[0], np.arange(ROWS))
-    assert found is not None
+    found = read_rows(target, TABLES[0], np.arange(ROWS))
     assert np.flatnonzero((found != 2).any(axis=1)).tolist() == [7], "read as neither of them"
     assert seen_again(checksums) != expected
     whole = dataclasses.replace(release_of(2), whole=frozenset({"user"}))
@@ -315,8 +323,7 @@ def test_rows_of_an_earlier_process_are_in_both_copies() -> None:
     before.apply(release_of(1))
     target = NumpyTarget(reads="copies")
     target.tables = before.tables
-    found = target.read(TABLES[0], np.arange(ROWS))
-    assert found is not None
+    found = read_rows(target, TABLES[0], np.arange(ROWS))
     assert set(found.flatten()) == {1}
     target.apply(dataclasses.replace(release_of(2), rows=release_of(2).rows[:1]))
     with target.reading() as reading:
@@ -385,8 +392,7 @@ def check_torn(target: AnyTarget, monkeypatch: pytest.MonkeyPatch, version: int)
         target.apply(release_of(each, resync=each == version))
         assert read(target) == (each, {each})
         assert target.position == Position("h", each + 10)
-        found = target.read(TABLES[0], np.arange(ROWS))
-        assert found is not None
+        found = read_rows(target, TABLES[0], np.arange(ROWS))
         assert set(found.flatten()) == {each}
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+from tests.support.targets import read_rows
 from torch import nn
 
 from deltasync.base.errors import Contradiction
@@ -170,8 +171,7 @@ def test_what_goes_with_tables_for_a_tbe_may_be_rounded() -> None:
     )
     target = TorchTarget(model, leave_out=["user"])
     target.apply(release)
-    held = target.read(bias, np.array([0]))
-    assert held is not None
+    held = read_rows(target, bias, np.array([0]))
     assert held.tobytes() == value.tobytes()
     assert model.get_parameter("0.bias").item() == trainer.bias.half().item()
 
@@ -185,10 +185,8 @@ def test_an_fp16_table_in_a_wider_tensor_is_held_to_the_last_bit(bits: NDArray[n
     target = TorchTarget(model)
     target.apply(release_of(1, {"user": (table, rows)}))
     assert model["user"].weight.detach().numpy().tobytes() == rows.astype(np.float32).tobytes()
-    held = target.read(table, np.arange(ROWS))
-    assert held is not None
+    held = read_rows(target, table, np.arange(ROWS))
     assert held.tobytes() == rows.tobytes()
     model["user"].weight.data.view(torch.int32)[3, 1] ^= 1
-    held = target.read(table, np.arange(ROWS))
-    assert held is not None
+    held = read_rows(target, table, np.arange(ROWS))
     assert np.argwhere(held.view(np.int16) != rows.view(np.int16)).tolist() == [[3, 1]]

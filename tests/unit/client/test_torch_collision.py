@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.targets import read_rows
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
@@ -158,8 +159,7 @@ def test_raw_ids_that_move_get_their_new_rows(hashes: bool, sequences: bool) -> 
     assert rows_for(model, *second.values(), first[11]) == [3, 5, 11]
     assert embeddings_of(model, *second.values(), first[11]) == [2, 3, 1]
     target.apply(form(release_of(3, ids={3: FREE}, rows={3: 0.0})))
-    rows = target.read(dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([3, 5]))
-    assert rows is not None
+    rows = read_rows(target, dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([3, 5]))
     assert rows.tolist() == [[0], [second[5] ^ FREE]]
 
 
@@ -249,8 +249,7 @@ def test_a_change_of_the_number_of_ranks_is_followed() -> None:
             list(ranges)[rank_of(raw, ranks, 100)] for raw in range(0, 100, 25)
         ]
         for reader in (target, TorchTarget(model)):
-            rows = reader.read(RANGES, np.arange(ROWS))
-            assert rows is not None
+            rows = read_rows(reader, RANGES, np.arange(ROWS))
             assert rows.tolist() == [list(whole[row]) for row in range(ROWS)]
 
 
@@ -262,8 +261,7 @@ def test_a_map_of_an_earlier_process_is_read_and_continued(hashes: bool, inferen
     ids = {row: hashed_to(row) for row in (1, 4)}
     TorchTarget(model).apply(release_of(1, resync=True, ids=ids))
     target = TorchTarget(model)
-    before = target.read(MAP, np.arange(ROWS))
-    assert before is not None
+    before = read_rows(target, MAP, np.arange(ROWS))
     assert before[:, 0].tolist() == [ids.get(row, FREE) ^ FREE for row in range(ROWS)]
     target.apply(release_of(2, ids={7: hashed_to(7)}))
     assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
@@ -290,23 +288,6 @@ def test_a_map_damaged_between_two_targets_is_repaired() -> None:
     target.apply(repair)
     assert held.after(repair)[MAP.name] == expected
     assert rows_for(model, 40, 44, 47) == [1, 4, 7]
-
-
-def test_a_checkpoint_loaded_into_a_followed_module_is_repaired() -> None:
-    model = model_of(sorting())
-    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    target, ids = TorchTarget(model), {1: 40, 4: 44}
-    held, first = TargetChecksums(target), release_of(1, resync=True, ids=ids, rows={1: 1.0, 4: 4.0})
-    target.apply(first)
-    right = held.after(first)
-    model.load_state_dict(old)
-    for _ in range(6):
-        found = held.look()
-    assert {name for name in right if found[name] != right[name]} == {USER.name, MAP.name}
-    repair = dataclasses.replace(first, resync=False, whole=frozenset({USER.name, MAP.name}))
-    target.apply(repair)
-    assert held.after(repair) == right
-    assert embeddings_of(model, 40, 44) == [1, 4]
 
 
 def damage_sorted(module: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.quantised_model import TYPES, Shards, collision_sharders, on_cpu, quantised, sharded, tbe_bytes
+from tests.support.targets import read_rows
 from tests.unit.client.test_torch_collision import (
     DIM,
     FREE,
@@ -245,8 +246,9 @@ def test_two_copies_take_turns(sequences: bool, bits: int) -> None:
         raw_ids = [101, 201, 102, 202, 103, 203, 7, 150]
         with target.reading() as reading:
             assert looked_up(reading.module, raw_ids) == looked_up(quantised(model, bits), raw_ids)
-    rows_of_map = target.read(dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([1, 10]))
-    assert rows_of_map is not None
+    rows_of_map = read_rows(
+        target, dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([1, 10])
+    )
     assert rows_of_map.tolist() == [[101 ^ FREE], [201 ^ FREE]]
 
 
@@ -258,8 +260,7 @@ def test_what_outlived_its_process_is_read_and_gone_on_with(reads: Reads) -> Non
     TorchTarget(module).apply(encoded(first))
     target = TorchTarget(module, reads=reads)
     for table, row, expected in ((MAP, 8, [60 ^ FREE]), (RANGES, 5, [0, 50, 0])):
-        rows = target.read(table, np.array([row]))
-        assert rows is not None
+        rows = read_rows(target, table, np.array([row]))
         assert rows.tolist() == [expected]
     for number in (2, 3):
         release = release_of(number, resync=number == 2, ids={3: 70 + number}, rows={3: float(number)})

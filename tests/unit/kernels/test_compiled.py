@@ -1,5 +1,6 @@
 """When kernels are compiled, where the compiled code is cached, and when it is used again."""
 
+import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -47,10 +48,8 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
-    """numba's cache folder, with a file."""
-    before, folder = numba.config.CACHE_DIR, tmp_path / "image"
-    (folder / "room").mkdir(parents=True)
-    (folder / "room" / "index").write_text("of the image")
+    """numba's cache folder."""
+    before, folder = numba.config.CACHE_DIR, tmp_path / "cache"
     numba.config.CACHE_DIR = str(folder)
     yield folder
     numba.config.CACHE_DIR = before
@@ -83,10 +82,12 @@ def test_code_of_another_signature_is_not_used(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_code_compiled_beside_the_source_is_used(file: Path, request: pytest.FixtureRequest) -> None:
-    """As in an image."""
+    """As in an image, whose files a service copies for its owner only."""
     compile_anew(file)
-    request.getfixturevalue("cache")
-    assert hits(compile_anew(file)) == 1
+    cache = request.getfixturevalue("cache")
+    with for_owner_only():
+        assert hits(compile_anew(file)) == 1
+    assert {stat.filemode(each.stat().st_mode) for each in cache.rglob("*.nb?")} == {"-rw-------"}
 
 
 def test_a_change_of_any_source_invalidates_the_cache(tmp_path: Path) -> None:
@@ -120,55 +121,19 @@ def test_warming_compiles_only_the_named_modules(file: Path) -> None:
     assert kernel._compiled is None
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_writable_cache_stays_where_it_is(cache: Path, tmp_path: Path, exists: bool) -> None:
-    folder = cache if exists else tmp_path / "later"
-    numba.config.CACHE_DIR = str(folder)
+def test_a_configured_cache_stays_where_it_is(cache: Path, tmp_path: Path) -> None:
     keep_in(tmp_path / "own")
-    assert Path(numba.config.CACHE_DIR) == folder
-    assert not (tmp_path / "own").exists()
+    assert Path(numba.config.CACHE_DIR) == cache
 
 
-def read_only(_: Path) -> bool:
-    return False
-
-
-def test_a_read_only_cache_is_copied_without_overwriting(cache: Path, tmp_path: Path) -> None:
-    """A process may have compiled a file for another processor than the image's."""
-    own = tmp_path / "own"
-    keep_in(own, is_writable=read_only)
-    assert Path(numba.config.CACHE_DIR) == own
-    assert (own / "room" / "index").read_text() == "of the image"
-    (own / "room" / "index").write_text("of here")
-    (cache / "room" / "other").write_text("of a later image")
-    numba.config.CACHE_DIR = str(cache)
-    keep_in(own, is_writable=read_only)
-    kept = {file.name: file.read_text() for file in (own / "room").iterdir()}
-    assert kept == {"index": "of here", "other": "of a later image"}
-
-
-def test_a_copied_cache_has_the_modes_of_the_process(cache: Path, tmp_path: Path) -> None:
-    """A service keeps it in its data directory, which is for its owner only."""
-    for each in (cache, *cache.rglob("*")):
-        each.chmod(0o755)
-    with for_owner_only():
-        keep_in(tmp_path / "own", is_writable=read_only)
-    kept = [tmp_path / "own", *(tmp_path / "own").rglob("*")]
-    modes = [stat.filemode(each.stat().st_mode)[1:] for each in sorted(kept)]
-    assert modes == ["rwx------", "rwx------", "rw-------"]
-
-
-def test_a_cache_that_cannot_be_copied_is_compiled_again(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "room").write_text("a file")
-    keep_in(tmp_path / "own", is_writable=read_only)
-    assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
-
-
-def test_without_a_configured_cache_a_process_uses_its_own(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_process_uses_its_own_cache_if_the_package_is_read_only(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
     numba.config.CACHE_DIR = ""
-    keep_in(tmp_path / "own", is_writable=read_only)
-    assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    keep_in(tmp_path / "own")
+    assert ("" if writable else str(tmp_path / "own")) == numba.config.CACHE_DIR
 
 
 def test_a_fence_is_compiled_and_orders_everything() -> None:

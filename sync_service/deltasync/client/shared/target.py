@@ -134,11 +134,12 @@ class SharedTarget(LocalTarget["_SharedCopy", KeyedReading]):
         if long := [name for name in names if len(name.encode()) >= layout.NAME_BYTES]:
             raise Contradiction(f"table {long[0]!r}: a mirror needs names of less than {layout.NAME_BYTES} bytes")
         try:
-            return super().apply(release)
+            try:
+                return super().apply(release)
+            finally:
+                self._remove_unused()  # This fails, too, without a free descriptor; the next release repeats it.
         except (OSError, NoTableMemory) as error:
             raise _storage_failed(self._memory.folder, _bytes_of(release.tables), error) from error
-        finally:
-            self._remove_unused()
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """Read rows; see `LocalTarget`. Subscribers verify rows all the time, so this notices a lost folder."""
@@ -218,7 +219,10 @@ class _Memory:
         self._lock()
         os.fchmod(self._fd, self._folder_mode)
         self._make(layout.READERS, layout.READERS_BYTES, self._readers_mode)
-        self._make(layout.CONTROL, layout.CONTROL_BYTES, self._mode, _new_header(consumer).tobytes())
+        header = np.zeros(1, layout.HEADER)
+        header["magic"], header["layout"], header["consumer"] = layout.MAGIC, layout.VERSION, consumer.encode()
+        header["next_file"] = 1
+        self._make(layout.CONTROL, layout.CONTROL_BYTES, self._mode, header.tobytes())
         try:
             self.control = MappedFile(layout.CONTROL, write=True, dir_fd=self._fd)
             if self.control.size != layout.CONTROL_BYTES:
@@ -468,13 +472,6 @@ def _made(name: str) -> str:
 
 # The files of a mirror, apart from arrays.
 _FILES = {layout.CONTROL, layout.WRITER, layout.READERS, _made(layout.CONTROL), _made(layout.READERS)}
-
-
-def _new_header(consumer: str) -> NDArray[Any]:
-    header = np.zeros(1, layout.HEADER)
-    header["magic"], header["layout"], header["consumer"] = layout.MAGIC, layout.VERSION, consumer.encode()
-    header["next_file"] = 1
-    return header
 
 
 class _SharedCopy(KeyedCopy):
