@@ -167,7 +167,9 @@ def test_a_pause_survives_a_restart_with_what_replicas_hold(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("policy", [Policy(top_k=2), Policy(tables=("user",)), Policy(ready_within_seconds=5)])
 @pytest.mark.parametrize("consumer", ["predictors", "top"])
-def test_a_policy_set_during_a_pause_counts_after_it(service: RunningService, consumer: str, policy: Policy) -> None:
+def test_a_policy_set_during_a_pause_counts_after_it(
+    service: RunningService, consumer: str, policy: Policy
+) -> None:
     target, admin = Recorder(), admin_of(service)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())

@@ -21,7 +21,9 @@ PAUSE = Pause(1_700_000_000 * 10**9, "anna@ops (127.0.0.1:4711)", "nonsense")
         (PAUSE.since_unix_ns - 7 * 10**9, 60.0, 0),
     ],
 )
-def test_a_pause_stops_the_clock_of_replicas_that_are_behind(next_sealed: int | None, min_interval: float, behind: int) -> None:
+def test_a_pause_stops_the_clock_of_replicas_that_are_behind(
+    next_sealed: int | None, min_interval: float, behind: int
+) -> None:
     assert PAUSE.behind_ns(None if next_sealed is None else Moment(next_sealed), min_interval) == behind
 
 

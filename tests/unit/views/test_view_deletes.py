@@ -57,7 +57,9 @@ async def check_owners(view: View) -> None:
 
 @pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_replica_with_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
+async def test_a_replica_with_another_form_learns_of_deletes(
+    local: LocalModel, policy: Policy, told: bool
+) -> None:
     """Whether the view itself knew of the delete before the policy changed, or not."""
     view = await local.prepared_view(TOP)
     before = view.position.number
