@@ -133,4 +133,7 @@ def test_urgent_rows_come_first_and_the_budget_holds(
 def test_the_reason_names_the_top_k_of_the_policy(top_k: float, said: str) -> None:
     ones = np.ones(1_234_568)
     none = np.zeros(len(ones), np.bool_)
-    assert said in pick([DirtyRows(np.arange(len(ones)), ones, none, none, none, 20)], Policy(top_k=top_k)).reason
+    assert (
+        f"top_k {said}"
+        in pick([DirtyRows(np.arange(len(ones)), ones, none, none, none, 20)], Policy(top_k=top_k)).reason
+    )
