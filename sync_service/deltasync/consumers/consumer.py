@@ -20,13 +20,7 @@ from deltasync.core.position import Position
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Versions that are withheld from consumers.
-
-    Attributes:
-        first, newest: the first and the newest of these versions; others between them may be good.
-        versions: their number.
-        reason: why the first one is withheld.
-    """
+    """Versions that are withheld from consumers, and why the first is; others up to `newest` may be good."""
 
     first: int
     newest: int
@@ -64,9 +58,6 @@ class Pause:
         reason: their reason; may be empty.
         quarantine: versions that are withheld from the consumer; None if there are none.
         since_ns: when it began, by `steady_ns`; None if that was before the service started.
-
-    Raises:
-        InvalidInput: the reason is too long, or is not printable.
     """
 
     since_unix_ns: int

@@ -97,8 +97,11 @@ class OffsetLog:
             self._write_some()
 
     def _submit(self) -> "asyncio.Future[None]":
-        names = list(islice(self._moved, _AT_ONCE))
-        return self._write({name: pack_json(_offset_record(self._moved.pop(name))) for name in names})
+        moved = {name: self._moved.pop(name) for name in list(islice(self._moved, _AT_ONCE))}
+        records = {
+            name: vars(each.applied) | {"acked_unix_ns": each.acked_unix_ns} for name, each in moved.items()
+        }
+        return self._write({name: pack_json(record) for name, record in records.items()})
 
     def _write(self, records: Mapping[str, bytes | None]) -> "asyncio.Future[None]":
         for name, record in records.items():
@@ -126,20 +129,24 @@ def recorded_offsets(log: LogStore, consumer: str) -> dict[str, Replica]:
     for name, record in log.items(offset_name(consumer, "")).items():
         with reading(f"record {offset_name(consumer, name)}"):
             offset = unpack_json(record)
-            position = Position(offset["history"], offset["version"], offset["seal"])
+            position = Position(offset["history"], offset["number"], offset["seal"])
             replicas[name] = Replica(name, position, offset["acked_unix_ns"], has_held=True)
     return replicas
 
 
-def _offset_record(replica: Replica) -> dict[str, Any]:
-    applied, acked_unix_ns = replica.applied, replica.acked_unix_ns
-    position = {"history": applied.history, "version": applied.number, "seal": applied.seal}
-    return position | {"acked_unix_ns": acked_unix_ns}
-
-
 def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
     """The consumers in a log, with the offsets of their replicas. Blocks."""
-    return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
+    consumers = dict[str, Consumer]()
+    for name, record in log.items("consumer/").items():
+        replicas = recorded_offsets(log, name)
+        with reading(f"record consumer/{name}"):
+            fields = unpack_json(record)
+            fields["policy"], objection = Policy.from_dict(fields["policy"]), fields.get("objection")
+            fields["pause"] = pause_of_record(fields.get("pause"))
+            fields["follows"] = follow_of_record(fields.get("follows"))
+            fields["objection"] = objection and Objection(**objection)
+            consumers[name] = Consumer(name, replicas=replicas, **fields)
+    return consumers
 
 
 def consumer_record(consumer: Consumer) -> dict[str, Any]:
@@ -153,19 +160,3 @@ def consumer_record(consumer: Consumer) -> dict[str, Any]:
         "follows": asdict(follows) if follows else None,
         "objection": asdict(objection) if objection else None,
     }
-
-
-def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
-    replicas = recorded_offsets(log, name)
-    with reading(f"record consumer/{name}"):
-        fields = unpack_json(record)
-        return Consumer(
-            name,
-            fields["model"],
-            fields["created_unix_ns"],
-            Policy.from_dict(fields["policy"]),
-            replicas,
-            pause=pause_of_record(fields["pause"]),
-            follows=follow_of_record(fields["follows"]),
-            objection=Objection(**fields["objection"]) if fields["objection"] else None,
-        )

@@ -97,10 +97,7 @@ class ConsumerRegistry:
         return [name for name, each in every if each.distance and each.distance.after == consumer]
 
     async def create(self, name: str, model: str, policy: Policy) -> Consumer:
-        """Create a consumer. If it exists with the same policy, do nothing.
-
-        If a version of the model is in quarantine, the consumer begins paused.
-        """
+        """Create a consumer, unless it exists with this policy; paused if a version is in quarantine."""
         check_name("consumer", name)
         check_name("model", model)
         async with self._creating:

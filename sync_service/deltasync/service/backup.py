@@ -187,7 +187,7 @@ def copy_followed(
         kind, _, consumer = name.partition("/")
         if kind == "consumer":
             with reading(f"record {name} of checkpoint {manifest.name}"):
-                follows = follow_of_record(unpack_json(record)["follows"])
+                follows = follow_of_record(unpack_json(record).get("follows"))
             for each in follows.versions if follows else ():
                 if each.id not in there:
                     lacking.append((consumer, each.description))

@@ -18,6 +18,4 @@ Threads. Separate threads wait for the disk, so that cuts continue meanwhile.
     the model's thread    rows, stamps and dirty sets of each `ViewTable`: `ReleaseBuild`, `Replay`, freezing
     the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, one call at a time
     any thread            `ViewState`, which is replaced and never changed; `ViewLog`
-
-`model.releases` then returns the rows that a replica lacks, and `api.subscribe` sends them.
 """

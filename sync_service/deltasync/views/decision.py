@@ -162,16 +162,14 @@ _ONE = np.ones(1, np.int64)
 
 @dataclass(frozen=True)
 class DirtyRows:
-    """The dirty rows of one table, sorted by id.
+    """The dirty rows of one table, as columns [n] sorted by id.
 
     Attributes:
-        ids: [n] row ids, strictly ascending.
-        norms: [n] float64, L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
-        never_sent: [n] whether no replica ever got the row.
-        overdue: [n] whether the row has been dirty for longer than the policy's maximum age.
-        forced: [n] whether the next release must take it under any policy: unranked rows, deletes, and rows whose
-            id has changed.
-        row_bytes: size of one row in a release, in bytes.
+        norms: L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
+        never_sent: whether no replica ever got the row.
+        overdue: whether the row has been dirty for longer than the policy's maximum age.
+        forced: whether every policy sends the row at once: unranked rows, deletes, and rows whose id has changed.
+        row_bytes: size of one row in a release.
     """
 
     ids: Ids
@@ -284,7 +282,7 @@ class _Candidates:
     def _fitting(self, wanted: Mask, max_bytes: int, *, least: bool = True) -> Mask:
         """The first rows of `wanted` that fit; with `least`, at least one."""
         taken = take_largest(self.ranks, self.sizes, wanted, max_bytes)
-        return _first(self.ranks, wanted, 1) if least and not taken.any() else taken
+        return take_largest(self.ranks, _ONE, wanted, 1) if least and not taken.any() else taken
 
     def _bytes(self, rows: Mask) -> int:
         return _count(rows) * int(self.sizes[0]) if len(self.sizes) == 1 else int(self.sizes.sum(where=rows))
@@ -311,12 +309,7 @@ def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
     """The rows that top-k selects."""
     rows = _count(free)
     count = max(1, math.ceil(round(top_k * rows, 6))) if isinstance(top_k, float) else top_k
-    return free if count >= rows else _first(ranks, free, count)
-
-
-def _first(ranks: Ranks, wanted: Mask, count: int) -> Mask:
-    """The first `count` rows of `wanted` by rank."""
-    return take_largest(ranks, _ONE, wanted, count)
+    return free if count >= rows else take_largest(ranks, _ONE, free, count)
 
 
 def _joined(parts: Sequence[NDArray[N]]) -> NDArray[N]:

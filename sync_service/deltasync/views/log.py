@@ -99,8 +99,8 @@ class ViewState:
 
     Attributes:
         tables: the tables that replicas hold, by slot.
-        record: the complete record of the newest release, see `records`; empty if there is none.
-        compared_version: the version of the model at which its rows were last compared with those of the view.
+        record: the record of the newest release; empty if there is none.
+        compared_version: the version of the model at which rows were last compared.
         backlog: dirty rows that were left at that version, by table name.
     """
 

@@ -82,7 +82,7 @@ class ReleasePlan:
     kept_tables: Mapping[TableKey, StampedTable] = field(default_factory=dict)
 
     def return_to(self, tables: Iterable[StampedTable]) -> None:
-        """Read from the model's tables again after a release from a kept version, whether it was made or not."""
+        """Read from the model's tables again after a release from a kept version, made or not."""
         live = {key_of(table): table for table in tables}
         for table in self.tables:
             if source := live.get(key_of(table.source)):
@@ -101,13 +101,9 @@ class Stage(Enum):
 
 @dataclass
 class PendingRelease:
-    """A release that is not on disk yet.
+    """A release that is not on disk yet: the state of the view with it, and the rows that it took, by slot.
 
-    Attributes:
-        state: the state of the view with it.
-        ids: the rows that it took ([n], ascending), by slot.
-        stage: set by the model's thread; by the event loop after the turns.
-        frozen: its rows for replicas at the release before, if there is one and memory for it.
+    The model's thread sets `stage`; after the turns, the loop does. Replicas at the last release get `frozen`.
     """
 
     state: ViewState
@@ -117,13 +113,7 @@ class PendingRelease:
 
 
 class ReleaseMaker:
-    """Makes the releases of one view, in the event loop, one call at a time.
-
-    Attributes:
-        state: the state of the view. Any thread may read it; it is replaced, never changed.
-        history: the earlier releases.
-        pending: the release that is not on disk yet; None if there is none.
-    """
+    """Makes the releases of one view, in the event loop, one call at a time. `pending` is not on disk yet."""
 
     def __init__(
         self,
@@ -336,15 +326,13 @@ def _turn(turns: Generator[None, bool, None], at_once: bool) -> bool:
 class ReleaseBuild:
     """An unfinished release, of a maker or of a replay. Used on the model's thread, by one call at a time.
 
-    Attributes:
-        stamp: the stamp of the rows in new tables; 0 = the stamps in the model's tables.
-        sent: the updated rows as sent to replicas, with the slots of their tables; None = they are not collected.
+    Rows of new tables get `stamp`; 0 = their stamps in the model. `sent` has the updated rows as sent, with their
+    tables' slots; None = they are not collected.
     """
 
     def __init__(
         self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str, options: ReleaseOptions
     ) -> None:
-        """Start with the tables of a plan, enlarging some."""
         for grow in plan.growth:
             grow()
         self.stamp = stamp
@@ -445,8 +433,8 @@ class ReleaseBuild:
         return every, of_release, backlog
 
     def update_some(self) -> bool:
-        """Update rows for a short time, and return whether all are done; cuts may be applied between calls. After
-        an error, which is always `DamagedRows`, the tables are between two releases.
+        """Update rows for a short time, and return whether all are done. After an error, which is always
+        `DamagedRows`, the tables are between two releases.
         """
         end = time.perf_counter() + self._options.turn_seconds
         while self._updates:

@@ -47,10 +47,9 @@ class DirtySet:
     """The dirty rows of a table: columns [n], sorted by id. Immutable.
 
     Attributes:
-        ids: int64, strictly ascending.
-        norms: float64, L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
-        since: int64, the version since which each row is dirty.
-        flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
+        norms: L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
+        since: the version since which each row is dirty.
+        flags: `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
     """
 
     ids: Ids
@@ -160,7 +159,6 @@ class ViewTable:
     def __init__(
         self, source: StampedTable, form: TableForm, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
-        """Make a table that no replica has received yet."""
         self.source, self.form, self.born, self.stamp = source, form, born, stamp
         self.held = EncodedTable(form, memory)
         self.sent: StampedTable = self.held
@@ -325,7 +323,7 @@ class ReplicaComparison:
     """Compares rows with those of replicas in blocks, while the source changes; a row's last result counts."""
 
     def __init__(self, table: ViewTable, version: int) -> None:
-        """Begin. Rows that were clean before will be dirty since `version`."""
+        """Rows that were clean before will be dirty since `version`."""
         self._table, self._version = table, version
         self._dirty, self._clean = table.dirty, table.clean
         self._unmerged = list[ComparedRows]()  # With ascending rows.
@@ -363,7 +361,6 @@ class RowUpdate:
     def __init__(
         self, table: ViewTable, ids: Ids, norms: Floats, number: int, piece_bytes: int = _PIECE_BYTES
     ) -> None:
-        """Prepare to update rows ([n], ascending), with their distances [n] from the rows of replicas."""
         self._piece_rows = max(1, piece_bytes // table.source.spec.row_bytes)
         self._table, self._ids, self._norms, self._number = table, ids, norms, number
         self._left = np.ones(len(ids), np.bool_)

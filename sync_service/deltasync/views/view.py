@@ -200,7 +200,6 @@ class View:
         return self.arrived(policy) if self.follows else self._has_form(policy)
 
     def _has_form(self, policy: Policy) -> bool:
-        """Whether it has the model's tables, in the policy's form."""
         if self.state.has_removed:
             return False
         return self.forms == [policy.form_of(table.spec) for table in self.model.tables.followed(policy)]
@@ -345,7 +344,6 @@ class View:
 
 
 def _beyond(seconds: float, age_ns: int) -> int:
-    """Nanoseconds by which an age exceeds a number of seconds."""
     return max(0, age_ns - int(seconds * 1e9))
 
 
@@ -356,7 +354,6 @@ def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]
 
 
 def _tables_of_kept(state: ViewState, model: Model, policy: Policy) -> list[TableStatus]:
-    """The tables at a kept version. Replicas lack every row until the view is there."""
     if not state.head:
         return _tables(state, model, policy)
     held = ((table, _held(table, state)) for table in state.tables)
@@ -368,7 +365,6 @@ def _held(table: ViewTable, state: ViewState) -> TableStatus:
 
 
 def _missing(table: StampedTable, policy: Policy) -> TableStatus:
-    """A table of which replicas lack all rows."""
     return TableStatus(table.spec, policy.row_bytes(table.spec), lambda _number: table.counts.changed)
 
 
@@ -378,7 +374,6 @@ class ReleaseLoop:
     def __init__(
         self, consumer: Consumer, view: View, events: Events, pauses: Callable[[], Iterator[float]] = backoff
     ) -> None:
-        """`pauses` yields the seconds before each attempt after a failure."""
         self._consumer, self.view, self._events = consumer, view, events
         self._new_pauses, self._pauses = pauses, pauses()
         self._stopping, self._began_ns = asyncio.Event(), steady_ns()
@@ -435,7 +430,6 @@ class ReleaseLoop:
         return 0
 
     async def _prepare(self, policy: Policy, reason: str) -> None:
-        """Make the tables of the policy. If that fails, keep the old ones for now."""
         try:
             await self.view.prepare(policy, self._overdue_version(policy), self._goes_on, reason)
         except (InvalidInput, StorageFailed) as error:

@@ -22,7 +22,14 @@ from tests.support.server import RunningService
 from deltasync.client import Position, Release
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
+from deltasync.core.table_form import Mode
 from deltasync.core.tables import TableSpec
+
+POLICIES = {
+    "top": Policy(top_k=0.1),
+    "user": Policy(tables=("user",), top_k=2),
+    "ids": Policy(mode=Mode.IDS, top_k=5),
+}
 
 # Streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.support.fleet import (
+    AT_ONCE,
     ITEM,
     TABLES,
     USER,
@@ -19,7 +20,9 @@ from deltasync.client import Admin, Position, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 
+POLICIES = {"top": Policy(top_k=5)}
 # Idle streams look for changes often.
+OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 
 
 def given_as(

@@ -1,6 +1,7 @@
 """Consumers with a policy: all replicas of one are given the same releases."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.table_form import Mode
 from deltasync.core.value_types import ValueType
 
-# Rows that were left do not go out by themselves.
+OPTIONS: dict[str, Any] = {"releases": AT_ONCE}
 POLICIES = {
     "top": Policy(top_k=0.1, value_type=ValueType.INT8),
     "few": Policy(top_k=3, top_k_per_table=True, value_type=ValueType.BF16),

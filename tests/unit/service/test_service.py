@@ -72,7 +72,7 @@ async def test_consumers_made_at_the_same_time_are_one(service: Service) -> None
 
 def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> None:
     log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
-    offset = {"history": "h", "version": 3, "seal": 9, "acked_unix_ns": 5}
+    offset = {"history": "h", "number": 3, "seal": 9, "acked_unix_ns": 5}
     for name, meta in {
         "consumer/a": {"model": "m", "created_unix_ns": 1, "policy": {}},
         "offset/a/p": offset,
