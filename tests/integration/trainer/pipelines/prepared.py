@@ -115,18 +115,6 @@ class Together(Counting):
         return with_values(several[0], torch.stack(values).sum(0) % ROWS)
 
 
-class Several(Counting):
-    """Hands out several things at once, in what container it is told."""
-
-    def __init__(self, container: Callable[..., Any] = tuple) -> None:
-        super().__init__()
-        self._container = container
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        self.count()
-        return self._container([shifted(features, 1), shifted(features, 2)])
-
-
 class Does(Counting):
     """Does what a function does, unseen by a trace."""
 

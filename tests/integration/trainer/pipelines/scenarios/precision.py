@@ -219,20 +219,6 @@ def _check_left_out(overflow: Any, rank: int, *, steps_of: int) -> None:
 
 
 @SCENARIOS.scenario("precision", ranks=2)
-def a_scale_that_is_too_large_is_halved_until_it_is_not() -> None:
-    of = training()
-    pipeline = of.pipeline(**FLOAT16, loss_scale=2.0**127)
-    before = of.held()
-    through(pipeline, micro_batches(2))
-    assert equal(of.held(), before)
-    assert scale(pipeline) == 2.0**125
-    through(pipeline, micro_batches(150))
-    assert 1 <= scale(pipeline) < 2.0**40
-    assert farthest(of.held(), before) > MOVED
-    assert all(bool(held[~held.isnan()].isfinite().all()) for held in of.held().values())
-
-
-@SCENARIOS.scenario("precision", ranks=2)
 def a_checkpoint_goes_on_with_its_scale() -> None:
     first, second = training(), training()
     saving, loading = first.pipeline(**FLOAT16, loss_scale=2.0**30), second.pipeline(**FLOAT16)
@@ -246,29 +232,6 @@ def a_checkpoint_goes_on_with_its_scale() -> None:
     through(loading, micro_batches(1))
     assert loading.state_dict()["trained"] == 21
     assert loading.state_dict()["loss_scale"]["_growth_tracker"] == saved["loss_scale"]["_growth_tracker"] + 1
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def the_scale_is_doubled_after_two_thousand_steps_without_an_overflow() -> None:
-    pipeline = training().pipeline(**FLOAT16, loss_scale=16.0)
-    saved = pipeline.state_dict()
-    saved["loss_scale"]["_growth_tracker"] = 1998
-    pipeline.load_state_dict(saved)
-    through(pipeline, micro_batches(1))
-    assert scale(pipeline) == 16
-    through(pipeline, micro_batches(1))
-    assert scale(pipeline) == 32
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def a_checkpoint_of_another_precision_is_taken_for_what_it_has() -> None:
-    scaling, other = training().pipeline(**FLOAT16, loss_scale=8.0), training().pipeline(enable_amp=True)
-    through(scaling, micro_batches(1))
-    of_scaling = scaling.state_dict()
-    scaling.load_state_dict(other.state_dict())
-    other.load_state_dict(of_scaling)
-    assert (scaling.trained, scale(scaling)) == (0, 8)
-    assert other.state_dict() == {"trained": 1, "loss_scale": {}}
 
 
 # T3: what is updated in backward beside sharded tables.

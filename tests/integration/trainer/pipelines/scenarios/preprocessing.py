@@ -15,7 +15,6 @@ from tests.integration.trainer.pipelines.prepared import (
     PreparedModel,
     Shift,
     Together,
-    amount,
     rich,
     shifted,
     with_values,
@@ -60,21 +59,6 @@ def _nested(name: str, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]
 @scenario
 def a_module_of_a_module_that_has_collections_is_called_ahead() -> None:
     check_like_plain(_nested("own", Shift), ahead={"list.0.own": 1})
-
-
-@scenario
-def constants_that_are_equal_but_of_other_types_are_different() -> None:
-    equal = (1, True, 1.0)
-    assert len({amount(one) % ROWS for one in equal}) == len(equal)
-
-    def prepare(model: Any, batch: Any) -> Any:
-        """Forward makes the calls in another order than its trace."""
-        ahead = isinstance(batch, torch.fx.Proxy)
-        found = {type(one): model.shift(batch.sparse, one) for one in (equal if ahead else equal[::-1])}
-        return [found[type(one)] for one in equal]
-
-    make = Prepared(prepare, {"shift": Shift}, collections=("bags", "more", "most"))
-    check_like_plain(make, ahead={"shift": 3})
 
 
 @scenario

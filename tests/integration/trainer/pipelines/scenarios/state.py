@@ -119,39 +119,6 @@ def an_attribute_that_changes_during_evaluation_is_an_error() -> None:
 
 
 @scenario
-def attributes_of_a_batch_that_are_changed_or_filled_in_forward() -> None:
-    is_like_plain(lambda: OfNumbers(number=3), lambda: rich(6))
-    is_like_plain(lambda: OfNumbers(extra=torch.ones(1)), lambda: rich(6, extras=False))
-
-
-class OfNumbers(Regression):
-    """Sets attributes of the batch, and then makes ids of it."""
-
-    def __init__(self, **changes: Any) -> None:
-        super().__init__()
-        self.change, self.prepare = Change(changes), ByNumbers()
-
-    def looked_up(self, batch: Any) -> torch.Tensor:
-        self.change(batch)
-        found: torch.Tensor = self.bags(self.prepare(batch)).values()
-        return found
-
-
-class Change(nn.Module):
-    def __init__(self, changes: dict[str, Any]) -> None:
-        super().__init__()
-        self._changes = changes
-
-    def forward(self, batch: Any) -> None:
-        vars(batch).update(self._changes)
-
-
-class ByNumbers(nn.Module):
-    def forward(self, batch: Any) -> KeyedJaggedTensor:
-        return shifted(batch.sparse, batch.number + (0 if batch.extra is None else 5))
-
-
-@scenario
 def a_call_that_is_not_claimed_before_others_of_its_module() -> None:
     class Twice(Regression):
         def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """Row 0: what is not in the table, and must hold all the same."""
 
 import torch
-from tests.integration.trainer.torchrec_defects.copies import followed, ids_of
+from tests.integration.trainer.torchrec_defects.copies import followed
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions
+from deltasync.trainer.tracking import Tracker
 
 T0 = f"{BAGS}.t0"
 
@@ -27,18 +27,6 @@ def an_id_that_is_no_row_stands_for_the_one_that_is_trained_instead() -> None:
             tracker.step()
             assert copy.update() == {T0: [0, 1]}, (dtype, wrong)
         copy.check(model)
-
-
-@scenario(row=0)
-def a_batch_may_be_filled_anew_after_its_step() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions())
-    values = torch.empty(2, dtype=torch.int64)
-    for step in range(4):
-        values[:] = torch.tensor([step, step + 4])
-        model(batch(values))[0].backward()
-        tracker.step()
-    assert ids_of(tracker.get_delta()) == {T0: list(range(8))}
 
 
 @scenario(row=0)

@@ -65,15 +65,3 @@ def _bytes_of_tensors() -> int:
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
-
-
-@scenario(row=10)
-def marks_that_nobody_settles_are_bounded() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    held = []
-    for _ in range(3000):  # Nobody calls step() or reads.
-        train(model, t0=[1, 2, 3])
-        held.append(tracker.nbytes)
-    assert max(held[1500:]) <= max(held[:1500])
-    assert ids_of(tracker.get_delta()) == {T0: [1, 2, 3]}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.copies import ids_of
 from tests.integration.trainer.torchrec_defects.models import (
@@ -91,26 +90,3 @@ def a_function_at_the_output_dist_is_detected() -> None:
     _theirs(model, TheirMode.ID_ONLY, auto_compact=True)
     with pytest.raises(Contradiction, match=r"output dist of module 'sequences': another function"):
         tracker.step()
-
-
-@scenario(row=28)
-def two_of_ours_share_a_model_and_leave_it_one_by_one() -> None:
-    model = _model()
-    one = Tracker(model)
-    other = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
-    train(model, s=[1])
-    for tracker in (one, other):
-        tracker.step()
-        assert ids_of(tracker.get_delta()) == {S: [1]}
-        tracker.acknowledge(tracker.get_delta())
-    one.close()
-    train(model, s=[2])
-    other.step()
-    assert ids_of(other.get_delta()) == {S: [2]}
-    assert not one.get_delta().rows
-    for _ in range(2):
-        other.close()
-    train(model, s=[3])
-    with torch.no_grad():
-        model(lookups(s=[1]))
-    assert ids_of(other.get_delta()) == {S: [2]}
