@@ -10,10 +10,10 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numba  # noqa: F401  # must be imported before `spare_imports` runs
 import uvicorn
@@ -60,6 +60,8 @@ from deltasync.status.answers import Sampler
 from deltasync.status.process import ProcessState, Sources
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The author of consumers that the settings create.
 _SETTINGS = "the service's settings"
@@ -231,52 +233,23 @@ def _admin_token(options: ServiceOptions) -> str | None:
 
 def sources_of(service: Service, process: ProcessState) -> Sources:
     """The parts of a service that status reads."""
-    return Sources(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        checkpoints=service.checkpoints,
-        versions=service.versions,
-        volumes=service.volumes,
-        limits=service.limits,
-        event_counts=service.event_counts,
-        recent_events=service.recent_events,
-        process=process,
-    )
+    return _parts(Sources, service, process=process)
 
 
 def routes_of(service: Service) -> Collaborators:
     """The parts of a service that its routes use."""
-    return Collaborators(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        views=service.views,
-        checkpoints=service.checkpoints,
-        versions=service.versions,
-        histories=service.histories,
-        following=service.following,
-        removals=service.removals,
-        pauses=service.pauses,
-        data_dir=service.options.data_dir,
-        events=service.events,
-        recent_events=service.recent_events,
-        draining=service.draining,
-    )
+    return _parts(Collaborators, service)
 
 
 def streams_of(service: Service) -> StreamCollaborators:
     """The parts of a service that replicas' streams use."""
-    return StreamCollaborators(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        limits=service.limits,
-        volumes=service.volumes,
-        events=service.events,
-        draining=service.draining,
-        options=service.options,
-    )
+    return _parts(StreamCollaborators, service)
+
+
+def _parts(kind: type[T], service: Service, **others: object) -> T:
+    """The fields of a class that are attributes of a service, and others."""
+    names = [each.name for each in fields(cast("type[Any]", kind)) if each.name not in others]
+    return kind(**{name: getattr(service, name) for name in names}, **others)
 
 
 async def _listen(
@@ -297,7 +270,7 @@ async def _listen(
         publisher, subscriber, service.limits, options.host, options.grpc_port, access, certificates
     )
     endpoints = EndpointsFile(options.data_dir, service.events)
-    sampler = Sampler(sources_of(service, process), service.events, access)
+    sampler = Sampler(sources_of(service, process), service.events, access, options.metrics_seconds)
     sampling = tasks.create_task(sampler.run())
     await asyncio.to_thread(built_commit)  # Read now, as a checkout may change while the service runs.
     app = create_app(routes_of(service), access, sampler)
@@ -317,14 +290,14 @@ async def _listen(
         await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
         if recovery.done() and not recovery.exception():
             async with _among_others(service, where):
-                server.health.note(serving=True)
+                server.health.set(serving=True)
                 await endpoints.announce(where, stopped)
                 async with _probing(service, process, start_probe, where):
                     await stopped
-                    server.health.note(serving=False)
+                    server.health.set(serving=False)
     finally:
         logger.info("shutting down")
-        server.health.note(serving=False)
+        server.health.set(serving=False)
         service.draining.set()
         await service.wait_idle(options.drain_seconds)
         await server.server.stop(grace=1.0)

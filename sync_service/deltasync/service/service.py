@@ -40,29 +40,6 @@ class Service:
     """The parts of a service. Created and used in one event loop. Without `logs` it opens its own log.
 
     `clock` tells times and durations of rollouts; `open_log` and `open_place` open its log and its checkpoints.
-
-    Attributes:
-        options: its options.
-        logs: the durable logs.
-        models: the models of this process, and the owners of others.
-        publishing: lets ranks publish models.
-        registry: the consumers, their replicas and offsets.
-        consumers: creates, changes and deletes consumers.
-        views: the views of consumers that ever had a policy.
-        recovery: recovers models from checkpoints and the log.
-        reloading: reloads models whose rows do not match their digests.
-        checkpoints: writes the checkpoints of models.
-        versions: keeps versions of models.
-        histories: writes what consumers served.
-        following: changes what consumers follow.
-        removals: deletes rows, tables and models for operators.
-        brake: pauses and resumes consumers for operators.
-        volumes: the volumes that the service writes to.
-        limits: limits of clients' requests, and their current use.
-        events: sends events to their listeners.
-        recent_events: the last events.
-        event_counts: number of events of each kind since the service started.
-        draining: set when the service begins to shut down.
     """
 
     def __init__(

@@ -57,11 +57,7 @@ class _Watched:
 
 
 class Histories:
-    """The histories of the consumers of this process. Used in the event loop.
-
-    Attributes:
-        keep_seconds: how long lines are stored, by the clock of their history.
-    """
+    """The histories of the consumers of this process. Used in the event loop."""
 
     def __init__(
         self,
@@ -153,11 +149,11 @@ class Histories:
             return
         watched.written = line
         appended = asyncio.wrap_future(model.log.append(stream, line.watched_ns, 0, 0, pack_line(line)))
-        appended.add_done_callback(partial(self._note_written, name))
+        appended.add_done_callback(partial(self._record_written, name))
         if line.watched_ns // _REPEAT_NS != written.watched_ns // _REPEAT_NS:
             model.log.truncate(stream, max(0, line.watched_ns - int(self.keep_seconds * 1e9)))
 
-    def _note_written(self, consumer: str, written: "asyncio.Future[None]") -> None:
+    def _record_written(self, consumer: str, written: "asyncio.Future[None]") -> None:
         if not written.cancelled() and isinstance(error := written.exception(), Exception):
             self._report(consumer, error)
 

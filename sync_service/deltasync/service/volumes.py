@@ -31,9 +31,9 @@ class Volumes:
 
     def hear(self, event: Event) -> None:
         """Record the error of an event if it is a refused write."""
-        self.note(event.error)
+        self.record(event.error)
 
-    def note(self, error: BaseException | None) -> None:
+    def record(self, error: BaseException | None) -> None:
         """Record an error if it is a refused write."""
         if isinstance(error, VolumeFailed):
             for volume in self.all:

@@ -43,9 +43,9 @@ class Answers:
     for metrics and one for lags, and leaves the others to checkpoints.
     """
 
-    def __init__(self, sources: Sources, shared_seconds: float = 0.1) -> None:
-        """Requests for metrics within `shared_seconds` share them."""
-        self._sources, self._shared_seconds = sources, shared_seconds
+    def __init__(self, sources: Sources, metrics_seconds: float = 0.1) -> None:
+        """`metrics_seconds`: see `ServiceOptions`."""
+        self._sources, self._metrics_seconds = sources, metrics_seconds
         self._lags = asyncio.Lock()
         self._exposition: asyncio.Task[bytes] | None = None
         self._begun = 0.0
@@ -93,7 +93,7 @@ class Answers:
     async def metrics(self) -> bytes:
         """The metrics as Prometheus text."""
         now = time.monotonic()
-        if self._exposition is None or (self._exposition.done() and now >= self._begun + self._shared_seconds):
+        if self._exposition is None or (self._exposition.done() and now >= self._begun + self._metrics_seconds):
             computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
             self._exposition, self._begun = asyncio.create_task(computed), now
         return await asyncio.shield(self._exposition)
@@ -144,16 +144,13 @@ _WATCHED_TIMES, _UNWATCHED_TIMES = 4, 20
 
 
 class Sampler:
-    """Samples a service's overview periodically. Used in the event loop.
+    """Samples a service's overview periodically. Used in the event loop."""
 
-    Attributes:
-        sources: the parts of the service.
-        answers: computes the lags.
-        histories: the history of each consumer's lag.
-    """
-
-    def __init__(self, sources: Sources, events: Events, access: Access | None = None) -> None:
-        self.sources, self.answers, self.histories = sources, Answers(sources), LagHistories()
+    def __init__(
+        self, sources: Sources, events: Events, access: Access | None = None, metrics_seconds: float = 0.1
+    ) -> None:
+        self.sources, self.histories = sources, LagHistories()
+        self.answers = Answers(sources, metrics_seconds)
         self._events, self._access = events, access
         self._looking = asyncio.Lock()
         self._next: asyncio.Task[Overview] | None = None

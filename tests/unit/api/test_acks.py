@@ -40,7 +40,7 @@ def test_an_ack_of_every_table_is_taken() -> None:
 
 def send(sent: SentReleases, number: int, end_bytes: int) -> None:
     head = Head(number, number + 100, 0, 0)
-    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes, 0.0)
+    sent.record(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes, 0.0)
 
 
 def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
@@ -87,7 +87,7 @@ class Stream:
     def send(self, number: int, whole: frozenset[int] = NO_TABLES, *, now: float = 0.0) -> tuple[int, int]:
         """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
         self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
-        self._sent.note(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes, now)
+        self._sent.record(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes, now)
         return number, self._bytes
 
     def ack(self, release: tuple[int, int], checksums: Mapping[int, int]) -> frozenset[int]:
@@ -225,7 +225,7 @@ def test_only_what_came_while_a_replica_was_there_tells_how_long_the_way_is_once
     consumer, found = Consumer("predictors", "clicks", 0), list[tuple[int, int]]()
 
     def deliver(times: DeliveryTimes, local: LocalModel, version: int) -> None:
-        times.note_held(SentRelease(version, version, (), frozenset(), 0, steady_ns()), local.model)
+        times.record(SentRelease(version, version, (), frozenset(), 0, steady_ns()), local.model)
         found.append((sum(consumer.durations.ack.read()[0]), len(consumer.durations.recent)))
 
     async def scenario(local: LocalModel) -> None:

@@ -81,11 +81,8 @@ async def test_many_opens_leave_the_loops_threads_to_others(
     await asyncio.gather(*opens, return_exceptions=True)
 
 
-@in_service(limits=LimitOptions(log_queue_bytes=BOUND))
-async def test_a_limit_that_is_read_again_counts_while_the_service_runs(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.service._SECONDS", 0.001)
+@in_service(limits=LimitOptions(log_queue_bytes=BOUND), housekeeping_seconds=0.001)
+async def test_a_limit_that_is_read_again_counts_while_the_service_runs(service: Service) -> None:
     assert log_of(service).queue.most_bytes == BOUND
     service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
     keeper = asyncio.create_task(service.run())

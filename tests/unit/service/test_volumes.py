@@ -53,7 +53,7 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
 async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(service: Service) -> None:
     await service.consumers.create("early", "clicks", Policy())
     file = service.options.data_dir / "log" / "data.mdb"
-    service.volumes.note(refused("the log could not be written", file, OSError(28, "No space left on device")))
+    service.volumes.record(refused("the log could not be written", file, OSError(28, "No space left on device")))
     lag = await Answers(sources(service)).consumer("early")
     assert lag.state == "empty"
     assert "on volume 'log': No space left on device" in lag.reason
