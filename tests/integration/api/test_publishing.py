@@ -267,7 +267,7 @@ def test_a_run_may_bring_further_tables(running: RunningService) -> None:
     expect(running, rows)
 
 
-def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(running: RunningService) -> None:
+def test_a_run_that_leaves_out_rows_of_a_new_table_publishes_every_row(running: RunningService) -> None:
     rows = random_rows(1)
     position = published(running, rows, tables=[USER], shards=[WHOLE[0]])
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:

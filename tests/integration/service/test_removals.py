@@ -141,7 +141,7 @@ def _check_without(service: RunningService, trainer: Trainer, fleet: dict[str, R
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 @pytest.mark.parametrize("rows", [50, 5000, 6000])
-def test_a_replica_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+def test_a_replica_keeps_no_row_of_a_deleted_table_of_a_reused_name(
     service: RunningService, rows: int, restart: bool
 ) -> None:
     """Also where it was away meanwhile; and nobody says that it was damaged."""
@@ -191,9 +191,7 @@ def test_connected_replicas_go_on_without_a_table(service: RunningService) -> No
 
 
 @pytest.mark.parametrize("rows", [50, 5000, 6000])
-def test_connected_replicas_go_on_with_another_table_of_a_deleted_one_s_name(
-    service: RunningService, rows: int
-) -> None:
+def test_connected_replicas_go_on_with_a_new_table_of_a_deleted_name(service: RunningService, rows: int) -> None:
     """Whether they have seen that it was gone, or not: and nobody says that they were damaged."""
     fleet, again = {name: Recorder() for name in CONSUMERS}, TableSpec("extra", rows, 8)
     with Trainer(service.grpc, ALL) as trainer:
@@ -229,7 +227,7 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("stays", [True, False], ids=["connected", "comes back"])
 @pytest.mark.parametrize("versions", [0, 2])
-def test_a_module_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+def test_a_module_keeps_no_row_of_a_deleted_table_of_a_reused_name(
     service: RunningService, versions: int, stays: bool
 ) -> None:
     """Also where versions without it have come between; and nobody says that it was damaged."""
@@ -368,9 +366,7 @@ def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(tmp_path: Pa
 
 
 @pytest.mark.parametrize("step", STEPS[::2])
-def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_failed(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_new_model_is_not_taken_for_one_whose_deletion_failed(tmp_path: Path, step: int) -> None:
     """Whichever step was refused."""
     with RunningService(tmp_path / "data") as service:
         with Trainer(service.grpc) as trainer:
@@ -422,7 +418,7 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
                 assert target.bytes() == expected
 
 
-def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
+def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_a_new_table(
     tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before it had noticed: rows that the new table lacks were held by replicas."""
@@ -446,7 +442,7 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         assert _undamaged(again)
 
 
-def test_a_checkpoint_that_is_under_way_does_not_bring_a_deleted_model_back(tmp_path: Path) -> None:
+def test_a_checkpoint_under_way_does_not_bring_back_a_deleted_model(tmp_path: Path) -> None:
     slow = Held()
     with RunningService(tmp_path / "data", checkpoint_bytes=1) as service, service.faults.place.replaced(put=slow):
         with Trainer(service.grpc) as trainer:

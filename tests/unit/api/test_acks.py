@@ -172,7 +172,7 @@ def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
     assert stream.ack(third, WRONG) == {0}
 
 
-def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repair() -> None:
+def test_an_ack_from_before_a_repair_does_not_acknowledge_the_repair() -> None:
     stream = Stream()
     first = stream.send(1)
     assert stream.ack(first, WRONG) == {0}
@@ -218,7 +218,7 @@ def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> 
         assert stream.ack(stream.send(1), {**RIGHT, 2: last}) == wrong
 
 
-def test_only_what_came_while_a_replica_was_there_tells_how_long_the_way_is_once_and_not_of_guests(
+def test_delivery_time_counts_each_release_once_and_ignores_guests(
     tmp_path: Path,
 ) -> None:
     """Of a trainer that has been idle for an hour a new replica would count as one that took an hour."""

@@ -97,9 +97,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
 
 
 @in_service()
-async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_told_so(
-    service: Service, heads: Heads
-) -> None:
+async def test_a_log_that_can_be_neither_written_nor_read_is_reported(service: Service, heads: Heads) -> None:
     answers = Answers(sources(service))
     await publish(service)
     for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():
