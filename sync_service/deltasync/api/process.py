@@ -43,6 +43,7 @@ from deltasync.base.process import (
 )
 from deltasync.base.progress import Progress
 from deltasync.base.settings import changed
+from deltasync.base.threads import in_own_thread
 from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import SingleProcess
 from deltasync.cluster.shared_owners import SharedOwners
@@ -208,13 +209,13 @@ async def open_logs(options: ServiceOptions, brokers: BrokerOptions) -> JetStrea
             f"{options.data_dir} belongs to a service with a private log, {own}; with a shared log, this process "
             "would remove its checkpoints; give another --data-dir"
         )
-    logs = await asyncio.to_thread(JetStreamLogs, brokers, options.process)
+    logs = await in_own_thread(JetStreamLogs, brokers, options.process)
     try:
-        logs.accepted_risks = await asyncio.to_thread(logs.risks)
+        logs.accepted_risks = await in_own_thread(logs.risks)
         if logs.accepted_risks and not options.accept_log_risk:
             raise InvalidInput(f"{'; '.join(logs.accepted_risks)}; fix this, or accept it with --accept-log-risk")
     except BaseException:
-        await asyncio.to_thread(logs.close)
+        await in_own_thread(logs.close)
         raise
     for risk in logs.accepted_risks:
         logger.warning("accepted risk: %s", risk)
@@ -272,7 +273,7 @@ async def _listen(
     endpoints = EndpointsFile(options.data_dir, service.events)
     sampler = Sampler(sources_of(service, process), service.events, access, options.metrics_seconds)
     sampling = tasks.create_task(sampler.run())
-    await asyncio.to_thread(built_commit)  # Read now, as a checkout may change while the service runs.
+    await in_own_thread(built_commit)  # Read now, as a checkout may change while the service runs.
     app = create_app(routes_of(service), access, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
@@ -343,7 +344,7 @@ async def _compile(process: ProcessState, stopping: asyncio.Event) -> None:
     process.compiling = True
     for each in kernels:
         if not stopping.is_set():
-            await asyncio.to_thread(each.compile)
+            await in_own_thread(each.compile)
             progress.add(1)
     process.compiling = False
 
@@ -406,12 +407,12 @@ async def _probing(
         return
     status = process.probe = ProbeStatus(probe_of(service.models.owners.me.name))
     consumers = asyncio.create_task(service.consumers.keep_probes(status, _SETTINGS))
-    probe = await asyncio.to_thread(start_probe, where.grpc, status)
+    probe = await in_own_thread(start_probe, where.grpc, status)
     try:
         yield
     finally:
         consumers.cancel()
-        await asyncio.to_thread(probe.close)
+        await in_own_thread(probe.close)
 
 
 @contextlib.asynccontextmanager
@@ -479,7 +480,7 @@ class Reload:
                 self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
                 continue
             try:
-                reloaded = await asyncio.to_thread(read)
+                reloaded = await in_own_thread(read)
             except DeltasyncError as error:
                 self._events.emit(EventKind.CONFIGURATION_REFUSED, "nothing changed", error)
             except Exception as error:  # noqa: BLE001  # must not end the service

@@ -9,7 +9,7 @@ from deltasync.access.limits import Limits
 from deltasync.base.clock import Moment
 from deltasync.base.events import EventCounts, EventKind, EventLog, Events, RecentEvents
 from deltasync.base.process import FreedMemory
-from deltasync.base.threads import name_threads
+from deltasync.base.threads import in_own_thread, name_threads
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.formats import check_formats
 from deltasync.cluster.member import Member
@@ -138,7 +138,7 @@ class Service:
             if coordinator := self.models.coordinators.get(name):
                 await coordinator.drain()
             await model.stop()
-        await asyncio.to_thread(self.logs.close)
+        await in_own_thread(self.logs.close)
         self._lock.close()
 
     async def repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
@@ -154,7 +154,7 @@ class Service:
         name_threads()
         for log in self.logs.each():
             log.queue.limit(self.limits.options.log_queue_bytes)  # A reload may have changed the limit.
-        await asyncio.to_thread(freed.give_back)
+        await in_own_thread(freed.give_back)
         self.registry.forget_the_gone()
         for coordinator in self.models.publishers():
             coordinator.abandon_forsaken(time.monotonic())

@@ -11,6 +11,7 @@ import xxhash
 from deltasync.base.clock import Moment
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.registry import ConsumerRegistry, offset_in
 from deltasync.consumers.serving_history import (
@@ -88,7 +89,7 @@ class Histories:
                 first = _first_of(log, name, now_ns - int(since_seconds * 1e9), last)
             return page_of(read_lines(log, name, first), last, _PAGE_VERSIONS)
 
-        return await asyncio.to_thread(read)
+        return await in_own_thread(read)
 
     async def until_now(self, name: str, seconds: float) -> list[HistoryLine]:
         """The lines of a consumer of the last seconds, oldest first, and what is so now as the last one.
@@ -101,7 +102,7 @@ class Histories:
         if watched.present.watched_ns > watched.written.watched_ns:
             newest.append(watched.present)
         first_ns = newest[-1].watched_ns - int(seconds * 1e9) - _REPEAT_NS
-        lines = await asyncio.to_thread(lambda: list(read_lines(log, name, first_ns)))
+        lines = await in_own_thread(lambda: list(read_lines(log, name, first_ns)))
         return [*(each for each in lines if each.watched_ns < newest[0].watched_ns), *newest]
 
     async def run(self) -> None:
@@ -127,7 +128,7 @@ class Histories:
     async def _look_at(self, consumer: Consumer, model: Model) -> None:
         name = consumer.name
         if (watched := self._watched.get(name)) is None:  # The service has started, or has taken the model over.
-            newest = await asyncio.to_thread(_newest_line, model.log, name)
+            newest = await in_own_thread(_newest_line, model.log, name)
             watched = _Watched(consumer, newest, newest, self._clock())
         feed, before, now = self._consumers.feed(consumer), watched.present, self._clock()
         if feed is None or self._registry.consumers.get(name) is not consumer:  # It left meanwhile.

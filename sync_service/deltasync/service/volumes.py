@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.events import Event, EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.log.log_store import Logs
 from deltasync.log.records import write_again
 from deltasync.log.volume import Refusal, Volume, VolumeFailed
@@ -63,7 +64,7 @@ class Volumes:
             self._events.emit(EventKind.VOLUME_FAILED, text, volume=volume.name)
 
     async def _accepts(self, volume: Volume, refusal: Refusal) -> bool:
-        if not await asyncio.to_thread(volume.probe, refusal):
+        if not await in_own_thread(volume.probe, refusal):
             return False
         try:
             for log in self._logs.each():
