@@ -8,12 +8,6 @@ import pytest
 from tests.support.server import RunningService
 
 
-@pytest.fixture(autouse=True)
-def metrics_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; a service in a process of its own shares them for a tenth of a second."""
-    monkeypatch.setattr("deltasync.status.answers._SHARED_SECONDS", 0)
-
-
 @pytest.fixture
 def running(
     request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture

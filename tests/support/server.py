@@ -40,6 +40,7 @@ class RunningService(HttpStatus):
         admin_token: str | None = TOKEN,
         roles: Path | None = None,
         faults: Faults | None = None,
+        metrics_seconds: float = 0.0,
         **settings: Any,
     ) -> None:
         self.faults = faults or Faults()
@@ -52,6 +53,7 @@ class RunningService(HttpStatus):
             admin_token=admin_token,
             roles=roles,
             drain_seconds=0.1,
+            metrics_seconds=metrics_seconds,
             **settings,
         )
         self.start_probe: StartProbe | None = None

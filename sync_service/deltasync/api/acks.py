@@ -59,7 +59,7 @@ class Credit:
         if received_bytes > self.sent_bytes:
             raise InvalidInput(f"acked {received_bytes} bytes, but only {self.sent_bytes} were sent")
         if received_bytes > self.taken_bytes:
-            self.note_moved()
+            self.restart()
         self.taken_bytes = max(self.taken_bytes, received_bytes)
         self._signal.wake()
 
@@ -76,7 +76,7 @@ class Credit:
         finally:
             self._moved = None
 
-    def note_moved(self) -> None:
+    def restart(self) -> None:
         """Restart the watch, because the replica received bytes, gets more, or waits for the service."""
         if self._moved is not None:
             self._moved = time.monotonic()
@@ -138,11 +138,7 @@ _PAUSE_SECONDS = 5.0
 
 
 class SentReleases:
-    """The unacknowledged releases of one replica, and its damaged tables.
-
-    Attributes:
-        damaged: slots of the tables to send again, whole.
-    """
+    """The unacknowledged releases of one replica, and its damaged tables."""
 
     def __init__(self, replica: Replica) -> None:
         self.damaged = NO_TABLES
@@ -153,7 +149,7 @@ class SentReleases:
         self._wrong = NO_TABLES  # According to the last comparable ack.
         self._repairs = 0
         self._repaired_at = -math.inf
-        self._note_unacked()
+        self._count_unacked()
 
     @property
     def full(self) -> bool:
@@ -177,12 +173,12 @@ class SentReleases:
         """
         return NO_TABLES if now < self._repaired_at + _PAUSE_SECONDS * self._repairs else self.damaged
 
-    def note(self, release: FrozenRelease, head: Head, end_bytes: int, now: float) -> None:
+    def record(self, release: FrozenRelease, head: Head, end_bytes: int, now: float) -> None:
         """Record a release whose end is at `end_bytes` of the stream; `now` as in `due`."""
         sent = SentRelease(head.number, head.version, release.checksums, release.whole, end_bytes, steady_ns())
         self._sent.append(sent)
         self._replica.sent_number = head.number
-        self._note_unacked()
+        self._count_unacked()
         if self.damaged & release.whole:
             self.damaged -= release.whole
             self._repairs, self._repaired_at = self._repairs + 1, now
@@ -195,9 +191,12 @@ class SentReleases:
         `checksums` are those of the replica's tables, by slot.
         """
         last_acked, full = None, self.full
-        while self._sent and _reaches(self._sent[0], number, received_bytes):
+        while self._sent:
+            first = self._sent[0]
+            if first.number > number or (first.number == number and first.end_bytes > received_bytes):
+                break
             last_acked = self._sent.popleft()
-        self._note_unacked()
+        self._count_unacked()
         if full and not self.full:
             self._room.wake()
         repairing = frozenset[int]().union(*(each.whole for each in self._sent))
@@ -210,9 +209,9 @@ class SentReleases:
             expected = last  # The replica read its rows again.
         if expected is None:
             return Acked(None)
-        wrong = frozenset(
-            slot for slot, checksum in checksums.items() if checksum != _at(expected.checksums, slot)
-        )
+        # A table that was added after the release was frozen had no rows.
+        known = dict(enumerate(expected.checksums))
+        wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != known.get(slot, 0))
         # A later release may have repaired the rows.
         self.damaged = (self.damaged - frozenset(checksums) | wrong) - repairing
         self._wrong = wrong
@@ -220,19 +219,9 @@ class SentReleases:
             self._repairs = 0
         return Acked(sent, compared=True, wrong=wrong)
 
-    def _note_unacked(self) -> None:
+    def _count_unacked(self) -> None:
         self._replica.unacked = len(self._sent)
         self._replica.unacked_ns = self._sent[0].sent_ns if self._sent else 0
-
-
-def _reaches(sent: SentRelease, number: int, received_bytes: int) -> bool:
-    """Whether an ack with this number covers the release."""
-    return sent.number < number or (sent.number == number and sent.end_bytes <= received_bytes)
-
-
-def _at(checksums: tuple[int, ...], slot: int) -> int:
-    """The checksum of a slot; 0 for a table added after the release was frozen, as it had no rows."""
-    return checksums[slot] if slot < len(checksums) else 0
 
 
 def check_ack(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> None:
@@ -254,18 +243,14 @@ def unbound(ack: subscribe_pb2.Ack, forms: Sequence[TableForm]) -> tuple[str, ..
 
 
 class DeliveryTimes:
-    """Delivery times of one stream, for the consumer's statistics.
-
-    Attributes:
-        held: the replica's version.
-    """
+    """Delivery times of one stream, for the consumer's statistics."""
 
     def __init__(self, consumer: Consumer, *, guest: bool) -> None:
         self.held = 0
         self._consumer, self._guest = consumer, guest
         self._begun_ns = steady_ns()
 
-    def note_held(self, sent: SentRelease, model: Model) -> None:
+    def record(self, sent: SentRelease, model: Model) -> None:
         """Record that the replica has applied a release."""
         if sent.version <= self.held:
             return
@@ -342,23 +327,18 @@ def compared(
     """Compare a replica's checksums with the expected ones, table by table."""
     sums = {each.slot: each.sum for each in ack.sums}
     expected = [*checksums, *[0] * (len(forms) - len(checksums))]
-    return [
-        _compared(form, expected[slot], sums.get(slot), _lacking(slot, ack, sums))
-        for slot, form in enumerate(forms)
-    ]
-
-
-def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> ComparisonStatus:
-    """The status of a table without a checksum."""
-    return ComparisonStatus.NOT_HELD if sums or slot in ack.unbound else ComparisonStatus.NOT_SHOWN
-
-
-def _compared(form: TableForm, checksum: int, held: int | None, lacking: ComparisonStatus) -> TableComparison:
-    name, rows = form.spec.name, form.spec.rows
-    if held is None:
-        return TableComparison(name, 0, lacking, f"{checksum:016x}" if checksum else "", "", _REASONS[lacking])
-    status = ComparisonStatus.EQUAL if held == checksum else ComparisonStatus.DIFFERS
-    return TableComparison(name, rows, status, f"{checksum:016x}", f"{held:016x}", _REASONS[status])
+    results = []
+    for slot, form in enumerate(forms):
+        held, checksum = sums.get(slot), expected[slot]
+        if held is not None:
+            status = ComparisonStatus.EQUAL if held == checksum else ComparisonStatus.DIFFERS
+        else:
+            status = ComparisonStatus.NOT_HELD if sums or slot in ack.unbound else ComparisonStatus.NOT_SHOWN
+        wanted = f"{checksum:016x}" if checksum or held is not None else ""
+        shown = f"{held:016x}" if held is not None else ""
+        rows = 0 if held is None else form.spec.rows
+        results.append(TableComparison(form.spec.name, rows, status, wanted, shown, _REASONS[status]))
+    return results
 
 
 # Number of acks to accept at once, plus two for each message sent. Beyond that, accept one ack per pause.
@@ -442,7 +422,7 @@ class Acks:
             self._report(acked.wrong, helpless=bool(sent and acked.wrong & sent.whole))
             return
         if sent and (model := self._models.get(self._consumer.model)):
-            self.times.note_held(sent, model)
+            self.times.record(sent, model)
         if sent and self.feed and (ack.sums or self._consumer.policy.mode is Mode.IDS):
             self._replica.note_held(self.feed.seals.checksum_of(sent.version))
         if acked.compared:  # And nothing differs.

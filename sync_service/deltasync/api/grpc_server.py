@@ -114,7 +114,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_heal
         self._serving = False
         self._signal = Signal()
 
-    def note(self, *, serving: bool) -> None:
+    def set(self, *, serving: bool) -> None:
         """Set whether the services serve, and notify all watchers."""
         self._serving = serving
         self._signal.wake()
@@ -163,13 +163,7 @@ _REFUSED_STREAMS = 16
 
 @dataclass(frozen=True)
 class GrpcServer:
-    """A server bound to a port.
-
-    Attributes:
-        server: the server, not started yet.
-        health: its answers to health checks, not serving at first.
-        port: the port.
-    """
+    """A server bound to a port."""
 
     server: grpc.aio.Server
     health: Health

@@ -162,13 +162,13 @@ class AccessMiddleware:
     async def _answer(self, opened: OpenCall, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_and_record)
         except asyncio.CancelledError:
             if opened.revoked is None or begun:
                 raise

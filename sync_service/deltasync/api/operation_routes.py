@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi import APIRouter, Request
 
@@ -21,6 +20,7 @@ from deltasync.service.hosting import drain_process
 from deltasync.service.kept_versions import Versions
 from deltasync.service.models import Models
 from deltasync.service.operators import ConsumerPauses, Removals, verify_replica
+from deltasync.service.options import ServiceOptions
 from deltasync.service.serving_history import Histories
 from deltasync.views.registry import ViewRegistry
 
@@ -39,7 +39,7 @@ class Collaborators:
     following: Following
     removals: Removals
     pauses: ConsumerPauses
-    data_dir: Path
+    options: ServiceOptions
     events: Events
     recent_events: RecentEvents
     draining: asyncio.Event
@@ -72,7 +72,7 @@ class DrainedProcess:
 def operation_routes(on: Collaborators) -> APIRouter:
     """The routes. A request stays open during the work, and a client that hangs up cancels it."""
     router, models, draining = APIRouter(route_class=EncodedRoute), on.models, on.draining
-    backups = Backups(models, on.checkpoints, on.data_dir, on.events, draining)
+    backups = Backups(models, on.checkpoints, on.options.data_dir, on.events, draining)
 
     @router.post("/fsck")
     async def fsck(request: Request) -> list[Checked]:

@@ -10,10 +10,10 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numba  # noqa: F401  # must be imported before `spare_imports` runs
 import uvicorn
@@ -43,6 +43,7 @@ from deltasync.base.process import (
     write_no_core,
 )
 from deltasync.base.settings import changed
+from deltasync.base.threads import in_own_thread
 from deltasync.cluster.bucket import ClusterOptions, Member
 from deltasync.cluster.owners import Owners
 from deltasync.cluster.shared_owners import SharedOwners
@@ -60,6 +61,8 @@ from deltasync.status.answers import Sampler
 from deltasync.status.process import ProcessState, Sources
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The author of consumers that the settings create.
 _SETTINGS = "the service's settings"
@@ -206,13 +209,13 @@ async def open_logs(options: ServiceOptions, brokers: BrokerOptions) -> JetStrea
             f"{options.data_dir} belongs to a service with a private log, {own}; with a shared log, this process "
             "would remove its checkpoints; give another --data-dir"
         )
-    logs = await asyncio.to_thread(JetStreamLogs, brokers, options.process)
+    logs = await in_own_thread(JetStreamLogs, brokers, options.process)
     try:
-        logs.accepted_risks = await asyncio.to_thread(logs.risks)
+        logs.accepted_risks = await in_own_thread(logs.risks)
         if logs.accepted_risks and not options.accept_log_risk:
             raise InvalidInput(f"{'; '.join(logs.accepted_risks)}; fix this, or accept it with --accept-log-risk")
     except BaseException:
-        await asyncio.to_thread(logs.close)
+        await in_own_thread(logs.close)
         raise
     for risk in logs.accepted_risks:
         logger.warning("accepted risk: %s", risk)
@@ -231,52 +234,23 @@ def _admin_token(options: ServiceOptions) -> str | None:
 
 def sources_of(service: Service, process: ProcessState) -> Sources:
     """The parts of a service that status reads."""
-    return Sources(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        checkpoints=service.checkpoints,
-        versions=service.versions,
-        volumes=service.volumes,
-        limits=service.limits,
-        event_counts=service.event_counts,
-        recent_events=service.recent_events,
-        process=process,
-    )
+    return _parts(Sources, service, process=process)
 
 
 def routes_of(service: Service) -> Collaborators:
     """The parts of a service that its routes use."""
-    return Collaborators(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        views=service.views,
-        checkpoints=service.checkpoints,
-        versions=service.versions,
-        histories=service.histories,
-        following=service.following,
-        removals=service.removals,
-        pauses=service.pauses,
-        data_dir=service.options.data_dir,
-        events=service.events,
-        recent_events=service.recent_events,
-        draining=service.draining,
-    )
+    return _parts(Collaborators, service)
 
 
 def streams_of(service: Service) -> StreamCollaborators:
     """The parts of a service that replicas' streams use."""
-    return StreamCollaborators(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        limits=service.limits,
-        volumes=service.volumes,
-        events=service.events,
-        draining=service.draining,
-        options=service.options,
-    )
+    return _parts(StreamCollaborators, service)
+
+
+def _parts(kind: type[T], service: Service, **others: object) -> T:
+    """The fields of a class that are attributes of a service, and others."""
+    names = [each.name for each in fields(cast("type[Any]", kind)) if each.name not in others]
+    return kind(**{name: getattr(service, name) for name in names}, **others)
 
 
 async def _listen(
@@ -297,9 +271,9 @@ async def _listen(
         publisher, subscriber, service.limits, options.host, options.grpc_port, access, certificates
     )
     endpoints = EndpointsFile(options.data_dir, service.events)
-    sampler = Sampler(sources_of(service, process), service.events, access)
+    sampler = Sampler(sources_of(service, process), service.events, access, options.metrics_seconds)
     sampling = tasks.create_task(sampler.run())
-    await asyncio.to_thread(built_commit)  # Read now, as a checkout may change while the service runs.
+    await in_own_thread(built_commit)  # Read now, as a checkout may change while the service runs.
     app = create_app(routes_of(service), access, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
@@ -317,14 +291,14 @@ async def _listen(
         await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
         if recovery.done() and not recovery.exception():
             async with _among_others(service, where):
-                server.health.note(serving=True)
+                server.health.set(serving=True)
                 await endpoints.announce(where, stopped)
                 async with _probing(service, process, start_probe, where):
                     await stopped
-                    server.health.note(serving=False)
+                    server.health.set(serving=False)
     finally:
         logger.info("shutting down")
-        server.health.note(serving=False)
+        server.health.set(serving=False)
         service.draining.set()
         await service.wait_idle(options.drain_seconds)
         await server.server.stop(grace=1.0)
@@ -370,7 +344,7 @@ async def _compile(process: ProcessState, stopping: asyncio.Event) -> None:
     process.compiling = True
     for each in kernels:
         if not stopping.is_set():
-            await asyncio.to_thread(each.compile)
+            await in_own_thread(each.compile)
             progress.add(1)
     process.compiling = False
 
@@ -433,12 +407,12 @@ async def _probing(
         return
     status = process.probe = ProbeStatus(probe_of(service.models.owners.me.name))
     consumers = asyncio.create_task(service.consumers.keep_probes(status, _SETTINGS))
-    probe = await asyncio.to_thread(start_probe, where.grpc, status)
+    probe = await in_own_thread(start_probe, where.grpc, status)
     try:
         yield
     finally:
         consumers.cancel()
-        await asyncio.to_thread(probe.close)
+        await in_own_thread(probe.close)
 
 
 @contextlib.asynccontextmanager
@@ -506,7 +480,7 @@ class Reload:
                 self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
                 continue
             try:
-                reloaded = await asyncio.to_thread(read)
+                reloaded = await in_own_thread(read)
             except DeltasyncError as error:
                 self._events.emit(EventKind.CONFIGURATION_REFUSED, "nothing changed", error)
             except Exception as error:  # noqa: BLE001  # must not end the service

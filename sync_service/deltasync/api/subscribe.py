@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,7 +15,6 @@ from deltasync.api.acks import Acks, Credit
 from deltasync.api.errors import abort
 from deltasync.api.live_stream import ClientSilent, LiveStream
 from deltasync.base.clock import steady_ns
-from deltasync.base.decision import Decision
 from deltasync.base.errors import (
     Contradiction,
     DeltasyncError,
@@ -34,7 +33,6 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.seal import event_time_of
-from deltasync.core.table_form import TableForm
 from deltasync.model.feed import Feed
 from deltasync.model.releases import FrozenRelease, Head, LargeRelease, Release
 from deltasync.service.consumers import Consumers
@@ -109,64 +107,6 @@ def superseded(consumer: str, replica: str, ours: str, newer: str) -> DeltasyncE
             "each a different name, SubscriberOptions(replica=...)"
         )
     return Superseded(f"a newer stream of replica {replica!r} took over")
-
-
-def opened(
-    consumer: Consumer, feed: Feed, forms: Sequence[TableForm], decision: Decision
-) -> subscribe_pb2.SubscribeResponse:
-    """The first response: the tables of the stream, and whether the replica continues from its own rows."""
-    message = subscribe_pb2.SubscribeOpened(
-        model=consumer.model,
-        head=position_to_message(feed.position),
-        tables=[form_to_message(each) for each in forms],
-        resync=not decision.yes,
-        reason=decision.reason,
-        mode=mode_to_message(forms[0].mode),
-        model_history=feed.model_history,
-        ready_within_seconds=consumer.policy.ready_within_seconds or 0,
-    )
-    return subscribe_pb2.SubscribeResponse(opened=message)
-
-
-def no_news(
-    feed: Feed, consumer: Consumer, held: Position, token: int, read_again: int = 0
-) -> subscribe_pb2.SubscribeResponse:
-    """Progress for a replica that gets no release now; `read_again` asks it to verify its rows."""
-    version = feed.version_of(held.number)
-    progress = subscribe_pb2.Progress(
-        head=position_to_message(held),
-        version=version,
-        event_time_unix_ns=event_time_of(version, feed.seals) or 0,
-        token=token,
-        behind_ns=_behind_ns(feed, consumer, held.number),
-        version_seal=feed.seals.checksum_of(version),
-        read_again=read_again,
-    )
-    return subscribe_pb2.SubscribeResponse(progress=progress)
-
-
-def goes_whole(release: FrozenRelease, budget: int) -> bool:
-    """Whether one message can carry the rest of a release with its end: it has rows and fits the budget."""
-    return bool(release.chunks) and release.nbytes <= budget and fits_message(release.message_bytes)
-
-
-def replica_end(feed: Feed, consumer: Consumer, head: Head, token: int) -> bytes:
-    """The fields of a `ReleaseEnd` to `head` that `FrozenRelease.end` lacks."""
-    end = subscribe_pb2.ReleaseEnd(
-        position=position_to_message(Position(feed.history, head.number, head.seal)),
-        token=token,
-        behind_ns=_behind_ns(feed, consumer, head.number),
-        version_seal=feed.seals.checksum_of(head.version),
-    )
-    return end.SerializeToString()
-
-
-def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
-    """Nanoseconds since replicas could have had a newer number; a pause does not count."""
-    policy, pause = consumer.policy, consumer.pause
-    if pause:
-        return pause.behind_ns(feed.seals.outdated(feed.version_of(number)), policy.min_interval_seconds)
-    return feed.behind_ns(number, policy)
 
 
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -323,7 +263,26 @@ class ReplicaStream:
             raise Superseded(f"consumer {self._consumer.name!r} got a new policy during a pause; reconnect")
 
     def _no_news(self, read_again: int = 0) -> subscribe_pb2.SubscribeResponse:
-        return no_news(self._feed, self._consumer, self._acks.sent, self._acks.token, read_again)
+        """Progress for a replica that gets no release now; `read_again` asks it to verify its rows."""
+        feed, held = self._feed, self._acks.sent
+        version = feed.version_of(held.number)
+        progress = subscribe_pb2.Progress(
+            head=position_to_message(held),
+            version=version,
+            event_time_unix_ns=event_time_of(version, feed.seals) or 0,
+            token=self._acks.token,
+            behind_ns=self._behind_ns(held.number),
+            version_seal=feed.seals.checksum_of(version),
+            read_again=read_again,
+        )
+        return subscribe_pb2.SubscribeResponse(progress=progress)
+
+    def _behind_ns(self, number: int) -> int:
+        """Nanoseconds since replicas could have had a newer number; a pause does not count."""
+        feed, policy, pause = self._feed, self._consumer.policy, self._consumer.pause
+        if pause:
+            return pause.behind_ns(feed.seals.outdated(feed.version_of(number)), policy.min_interval_seconds)
+        return feed.behind_ns(number, policy)
 
     def _ready_feed(self) -> Feed | None:
         """The consumer's feed, once it can serve a release, or once it has tables while paused."""
@@ -333,6 +292,7 @@ class ReplicaStream:
         return feed if feed and feed.may_serve(self._consumer.policy) else None
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
+        """The first response: the tables of the stream, and whether the replica continues from its own rows."""
         self._check_current()  # The stream may have been replaced during the last yield.
         forms = self._acks.forms = list(self._feed.forms)
         self._limit = self._consumer.policy.ready_within_seconds
@@ -342,12 +302,22 @@ class ReplicaStream:
         self._replica.checked, self._replica.unbound = False, ()
         self._replica.sent_number = sent.number
         self._acks.times.held = self._feed.version_of(sent.number)
-        self._note_rewind(resumes=decision.yes)
+        self._record_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, sent)
         self._emit(EventKind.REPLICA_JOINED, decision.reason)
-        return opened(self._consumer, self._feed, forms, decision)
+        message = subscribe_pb2.SubscribeOpened(
+            model=self._consumer.model,
+            head=position_to_message(self._feed.position),
+            tables=[form_to_message(each) for each in forms],
+            resync=not decision.yes,
+            reason=decision.reason,
+            mode=mode_to_message(forms[0].mode),
+            model_history=self._feed.model_history,
+            ready_within_seconds=self._limit or 0,
+        )
+        return subscribe_pb2.SubscribeResponse(opened=message)
 
-    def _note_rewind(self, *, resumes: bool) -> None:
+    def _record_rewind(self, *, resumes: bool) -> None:
         """Record whether the replica has rows of a discarded history, until new ones replace them."""
         before, held = self._replica.rewind, self._claim
         if resumes or not self._feed.discards(held, self._claimed_version):
@@ -383,7 +353,8 @@ class ReplicaStream:
                         for chunk in block:
                             await self._take_credit(chunk.nbytes, release)
                             yield chunk.message
-            if release.head and goes_whole(release, self._credit.budget):
+            fits = release.nbytes <= self._credit.budget and fits_message(release.message_bytes)
+            if release.head and release.chunks and fits:
                 await self._take_credit(release.nbytes, release)
                 yield whole_message(self._end(release, release.head), [release.table_rows])
                 return
@@ -400,7 +371,7 @@ class ReplicaStream:
             while not reading.done():
                 await self._wait(asyncio.shield(reading))
                 self._check_fed()
-                self._credit.note_moved()
+                self._credit.restart()
         finally:
             if isinstance(
                 reading, asyncio.Task
@@ -410,7 +381,7 @@ class ReplicaStream:
     async def _take_credit(self, size: int, release: Release) -> None:
         """Wait until `size` bytes of a release may be sent, and count them."""
         await self._room_for(size, release)
-        self._credit.note_moved()
+        self._credit.restart()
         self._credit.sent_bytes += size
         self._consumer.released_bytes += size
 
@@ -424,9 +395,15 @@ class ReplicaStream:
     def _end(self, release: FrozenRelease, head: Head) -> Pieces:
         """Make the end of a release, in pieces, and record the release as sent."""
         self._acks.sent = Position(self._feed.history, head.number, head.seal)
-        self._acks.under_way.note(release, head, self._credit.sent_bytes, time.monotonic())
+        self._acks.under_way.record(release, head, self._credit.sent_bytes, time.monotonic())
         self._consumer.released_rows += release.rows
-        return [release.end, replica_end(self._feed, self._consumer, head, self._acks.token)]
+        end = subscribe_pb2.ReleaseEnd(  # The fields that `release.end` lacks.
+            position=position_to_message(self._acks.sent),
+            token=self._acks.token,
+            behind_ns=self._behind_ns(head.number),
+            version_seal=self._feed.seals.checksum_of(head.version),
+        )
+        return [release.end, end.SerializeToString()]
 
     async def _wait(self, *events: Awaitable[object]) -> None:
         """Wait briefly for one of the events. If the ack stream has ended, end this stream too."""
@@ -499,7 +476,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
             stream = await self._open(live)
             await live.answer(stream.run(live))
         except DeltasyncError as error:
-            self._service.volumes.note(error)
+            self._service.volumes.record(error)
             await abort(context, error)
 
     async def Leave(

@@ -155,10 +155,9 @@ def begin_in_thread(function: Callable[[], T]) -> "Future[T]":
 
 
 async def in_own_thread(function: Callable[..., T], *arguments: object, **keywords: object) -> T:
-    """Call a function that waits for storage, or takes long, in a thread of its own.
+    """Call a function in a thread of its own: the way in which coroutines of the service call whatever blocks.
 
-    `asyncio.to_thread` has few threads. Lags, metrics, seals and views need them, and must not wait for such
-    calls.
+    `asyncio.to_thread` has few threads, and all of them may wait for silent storage.
     """
     return await asyncio.wrap_future(
         begin_in_thread(partial(contextvars.copy_context().run, function, *arguments, **keywords))

@@ -84,7 +84,7 @@ class Probe:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self.status.note(self._turn())
+                self.status.record(self._turn())
             except Exception as error:  # noqa: BLE001  # the probe outlives any error
                 if not self._closing:
                     self._note_failure(error)
@@ -137,7 +137,7 @@ class Probe:
         if not self.status.failure:
             unexpected = None if isinstance(error, DeltasyncError) else error
             logger.warning("the probe's row did not come back; trying again: %s", error, exc_info=unexpected)
-        self.status.note_failure(error_text(error))
+        self.status.record_failure(error_text(error))
         self._disconnect()
 
     def _disconnect(self) -> None:

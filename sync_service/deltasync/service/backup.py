@@ -39,12 +39,7 @@ class Backup:
 
 
 class BackupPlace:
-    """The place of a backup. Blocks; any thread.
-
-    Attributes:
-        url: its URL.
-        checkpoints: where the files of its checkpoints are.
-    """
+    """The place of a backup. Blocks; any thread."""
 
     def __init__(self, url: str, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         """Use a folder or URL. See `Place` for the deadline."""
@@ -182,14 +177,14 @@ def copy_followed(
 
     Return each consumer whose version is gone, with that version in words.
     """
-    there, lacking = {each.id for each in store.kept()}, list[tuple[str, str]]()
+    kept_ids, lacking = {each.id for each in store.kept()}, list[tuple[str, str]]()
     for name, record in manifest.small.items():
         kind, _, consumer = name.partition("/")
         if kind == "consumer":
             with reading(f"record {name} of checkpoint {manifest.name}"):
                 follows = follow_of_record(unpack_json(record).get("follows"))
             for each in follows.versions if follows else ():
-                if each.id not in there:
+                if each.id not in kept_ids:
                     lacking.append((consumer, each.description))
                     continue
                 store.copy(store.manifest_of(each.id), place, check)

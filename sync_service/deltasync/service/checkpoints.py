@@ -28,11 +28,7 @@ Check = Callable[[], None]
 
 
 class Checkpoints:
-    """Writes and copies the checkpoints of models, one at a time per model. Used in the event loop.
-
-    Attributes:
-        failures: number of failed attempts to write or copy a checkpoint.
-    """
+    """Writes and copies the checkpoints of models, one at a time per model. Used in the event loop."""
 
     def __init__(
         self,
@@ -141,7 +137,7 @@ class Checkpoints:
         """Write a checkpoint, truncate the log, and remove older checkpoints."""
         began = time.monotonic()
         async with state.writing.turn:
-            with self._noting(model, state.writing, "its checkpoint could not be written; this will be retried"):
+            with self._recorded(model, state.writing, "its checkpoint could not be written; this will be retried"):
                 if model.seals.newest is None:
                     raise NotFound(f"model {model.name!r} has no published version to write")
                 await self._registry.offsets_written(model.log)
@@ -158,7 +154,7 @@ class Checkpoints:
     async def _copy(self, model: Model, state: "_State") -> None:
         """Copy the newest checkpoint to the service's URL."""
         async with state.copying.turn:
-            with self._noting(model, state.copying, "its checkpoint could not be copied; this will be retried"):
+            with self._recorded(model, state.copying, "its checkpoint could not be copied; this will be retried"):
                 if not self._lacks_copy(state):  # Another caller copied it during the wait.
                     return
                 manifest = state.written[-1]
@@ -180,7 +176,7 @@ class Checkpoints:
             state.left_behind = ""
 
     @contextlib.contextmanager
-    def _noting(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
+    def _recorded(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
         """Record whether work on a model succeeds."""
         try:
             yield
@@ -188,10 +184,10 @@ class Checkpoints:
             raise  # These errors do not count: another attempt may succeed.
         except Exception as error:
             self.failures += 1
-            work.note(error)
+            work.record(error)
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
             raise
-        work.note(None)
+        work.record(None)
 
     async def _unless_left(
         self, model: Model, work: Callable[[Check], Awaitable[T]], *, may_hang: bool = False
@@ -284,12 +280,7 @@ def models_of_consumers(log: LogStore) -> dict[str, str]:
 
 
 class _Work:
-    """Repeated work on a model, one run at a time, with growing pauses after failures.
-
-    Attributes:
-        turn: locked during a run.
-        failure: why the last run failed; empty if it succeeded.
-    """
+    """Repeated work on a model, one run at a time, with growing pauses after failures."""
 
     def __init__(self, options: ServiceOptions) -> None:
         self.turn, self.failure = asyncio.Lock(), ""
@@ -302,7 +293,7 @@ class _Work:
         """Whether no run is under way and the pause after a failure is over."""
         return not self.turn.locked() and time.monotonic() >= self._next
 
-    def note(self, error: Exception | None) -> None:
+    def record(self, error: Exception | None) -> None:
         """Record the result of a run."""
         self.failure = str(error) if error else ""
         if error:

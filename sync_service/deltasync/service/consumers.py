@@ -53,14 +53,14 @@ class ProbeStatus:
     failure: str = ""
     shortcoming: str = ""
 
-    def note(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Record that a row has arrived."""
         self.seconds = seconds
         self.since_ns = steady_ns()
         self.failure = ""
         self.turns += 1
 
-    def note_failure(self, failure: str) -> None:
+    def record_failure(self, failure: str) -> None:
         """Record that a row has not arrived."""
         self.failures += 1
         self.failure = failure

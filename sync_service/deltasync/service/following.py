@@ -221,8 +221,8 @@ class Following:
 
     def _is_same(self, consumer: Consumer, model: Model, follows: Follow | None) -> bool:
         """Whether a consumer still exists, with its model in this process, and follows the same as before."""
-        there = self._registry.consumers.get(consumer.name) is consumer and self._models.get(model.name) is model
-        return there and consumer.follows is follows
+        exists = self._registry.consumers.get(consumer.name) is consumer and self._models.get(model.name) is model
+        return exists and consumer.follows is follows
 
     async def _set(self, consumer: Consumer, follows: Follow | None, text: str, by: str) -> Consumer:
         """Let a consumer follow something else. The caller holds `changing`."""

@@ -42,15 +42,7 @@ OpenPlace = Callable[..., Place]
 
 
 class Storage:
-    """Storage of models: logs, checkpoints and memory for tables.
-
-    Attributes:
-        logs: the durable logs.
-        shared: whether other processes share these logs.
-        place: the checkpoints in the data directory.
-        remote: the copies of checkpoints; None if there are none.
-        deadline_seconds: longest time to wait for one answer of the place of a copy or a backup.
-    """
+    """Storage of models: logs, checkpoints and memory for tables."""
 
     def __init__(self, options: ServiceOptions, logs: Logs, open_place: OpenPlace, *, shared: bool) -> None:
         self.logs, self.shared = logs, shared

@@ -67,6 +67,7 @@ class ServiceOptions:
         watch_seconds: pause between two looks at whether a replica has stalled.
         ack_pace_seconds: pause before the next ack of a replica that sends more than it needs.
         housekeeping_seconds: pause between two rounds of housekeeping.
+        metrics_seconds: requests for metrics within this time share them.
         early_seconds: most models recover within this time. A service that listens only afterwards need not refuse
             their streams.
         checkpoint_retry_seconds: pause after the first failure of a checkpoint; it doubles up to
@@ -245,6 +246,7 @@ class ServiceOptions:
     watch_seconds: float = 5.0
     ack_pace_seconds: float = 0.05
     housekeeping_seconds: float = 1.0
+    metrics_seconds: float = 0.1
     early_seconds: float = 1.0
     checkpoint_retry_seconds: float = 5.0
     checkpoint_versions: int = KEPT_SEALS // 2

@@ -8,6 +8,7 @@ from typing import Any
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import backoff, first_of
 from deltasync.checkpoints.file_storage import PlaceFailed
 from deltasync.consumers.registry import ConsumerRegistry
@@ -217,12 +218,12 @@ class Reloading:
         models, name = self._models, model.name
         async with models.changing:
             if models.get(name) is model:
-                models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+                models.recovering[name] = await in_own_thread(_recorded, model.log, name)
                 text = f"model {name!r} is being reloaded; try again"
                 await models.end(model, partial(ServiceUnavailable, text))
             if name in models.recovering:
                 # Read the record again: a cut that was being sealed may have added a table.
-                models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+                models.recovering[name] = await in_own_thread(_recorded, model.log, name)
 
 
 def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ async def _publish(
                 rows += len(ids)
                 batches = _batches(table, earlier, ids, deleted=deleted)
                 # In a thread, because the tables may be in scratch files.
-                while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                while (batch := await in_own_thread(next, batches, None)) is not None:
                     session.add(step, slot, batch)
                     await session.wait_for_room()
         event_time = kept.seal.event_time_unix_ns

@@ -9,7 +9,7 @@ from deltasync.access.limits import Limits
 from deltasync.base.clock import Moment
 from deltasync.base.events import EventCounts, EventKind, EventLog, Events, RecentEvents
 from deltasync.base.process import FreedMemory
-from deltasync.base.threads import name_threads
+from deltasync.base.threads import in_own_thread, name_threads
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import check_formats
 from deltasync.cluster.bucket import Member
@@ -40,29 +40,6 @@ class Service:
     """The parts of a service. Created and used in one event loop. Without `logs` it opens its own log.
 
     `clock` tells times and durations of rollouts; `open_log` and `open_place` open its log and its checkpoints.
-
-    Attributes:
-        options: its options.
-        logs: the durable logs.
-        models: the models of this process, and the owners of others.
-        publishing: lets ranks publish models.
-        registry: the consumers, their replicas and offsets.
-        consumers: creates, changes and deletes consumers.
-        views: the views of consumers that ever had a policy.
-        recovery: recovers models from checkpoints and the log.
-        reloading: reloads models whose rows do not match their digests.
-        checkpoints: writes the checkpoints of models.
-        versions: keeps versions of models.
-        histories: writes what consumers served.
-        following: changes what consumers follow.
-        removals: deletes rows, tables and models for operators.
-        brake: pauses and resumes consumers for operators.
-        volumes: the volumes that the service writes to.
-        limits: limits of clients' requests, and their current use.
-        events: sends events to their listeners.
-        recent_events: the last events.
-        event_counts: number of events of each kind since the service started.
-        draining: set when the service begins to shut down.
     """
 
     def __init__(
@@ -161,7 +138,7 @@ class Service:
             if coordinator := self.models.coordinators.get(name):
                 await coordinator.drain()
             await model.stop()
-        await asyncio.to_thread(self.logs.close)
+        await in_own_thread(self.logs.close)
         self._lock.close()
 
     async def repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
@@ -177,7 +154,7 @@ class Service:
         name_threads()
         for log in self.logs.each():
             log.queue.limit(self.limits.options.log_queue_bytes)  # A reload may have changed the limit.
-        await asyncio.to_thread(freed.give_back)
+        await in_own_thread(freed.give_back)
         self.registry.forget_the_gone()
         for coordinator in self.models.publishers():
             coordinator.abandon_forsaken(time.monotonic())

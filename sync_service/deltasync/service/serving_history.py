@@ -11,6 +11,7 @@ import xxhash
 from deltasync.base.clock import Moment
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.follow import (
     REPEAT_SECONDS,
@@ -57,11 +58,7 @@ class _Watched:
 
 
 class Histories:
-    """The histories of the consumers of this process. Used in the event loop.
-
-    Attributes:
-        keep_seconds: how long lines are stored, by the clock of their history.
-    """
+    """The histories of the consumers of this process. Used in the event loop."""
 
     def __init__(
         self,
@@ -92,7 +89,7 @@ class Histories:
                 first = _first_of(log, name, now_ns - int(since_seconds * 1e9), last)
             return page_of(read_lines(log, name, first), last, _PAGE_VERSIONS)
 
-        return await asyncio.to_thread(read)
+        return await in_own_thread(read)
 
     async def until_now(self, name: str, seconds: float) -> list[HistoryLine]:
         """The lines of a consumer of the last seconds, oldest first, and what is so now as the last one.
@@ -105,7 +102,7 @@ class Histories:
         if watched.present.watched_ns > watched.written.watched_ns:
             newest.append(watched.present)
         first_ns = newest[-1].watched_ns - int(seconds * 1e9) - _REPEAT_NS
-        lines = await asyncio.to_thread(lambda: list(read_lines(log, name, first_ns)))
+        lines = await in_own_thread(lambda: list(read_lines(log, name, first_ns)))
         return [*(each for each in lines if each.watched_ns < newest[0].watched_ns), *newest]
 
     async def run(self) -> None:
@@ -131,7 +128,7 @@ class Histories:
     async def _look_at(self, consumer: Consumer, model: Model) -> None:
         name = consumer.name
         if (watched := self._watched.get(name)) is None:  # The service has started, or has taken the model over.
-            newest = await asyncio.to_thread(_newest_line, model.log, name)
+            newest = await in_own_thread(_newest_line, model.log, name)
             watched = _Watched(consumer, newest, newest, self._clock())
         feed, before, now = self._consumers.feed(consumer), watched.present, self._clock()
         if feed is None or self._registry.consumers.get(name) is not consumer:  # It left meanwhile.
@@ -153,11 +150,11 @@ class Histories:
             return
         watched.written = line
         appended = asyncio.wrap_future(model.log.append(stream, line.watched_ns, 0, 0, pack_line(line)))
-        appended.add_done_callback(partial(self._note_written, name))
+        appended.add_done_callback(partial(self._record_written, name))
         if line.watched_ns // _REPEAT_NS != written.watched_ns // _REPEAT_NS:
             model.log.truncate(stream, max(0, line.watched_ns - int(self.keep_seconds * 1e9)))
 
-    def _note_written(self, consumer: str, written: "asyncio.Future[None]") -> None:
+    def _record_written(self, consumer: str, written: "asyncio.Future[None]") -> None:
         if not written.cancelled() and isinstance(error := written.exception(), Exception):
             self._report(consumer, error)
 

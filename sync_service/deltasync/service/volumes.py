@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.events import Event, EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.log.log_store import Logs
 from deltasync.log.records import write_again
 from deltasync.log.volume import Refusal, Volume, VolumeFailed
@@ -31,9 +32,9 @@ class Volumes:
 
     def hear(self, event: Event) -> None:
         """Record the error of an event if it is a refused write."""
-        self.note(event.error)
+        self.record(event.error)
 
-    def note(self, error: BaseException | None) -> None:
+    def record(self, error: BaseException | None) -> None:
         """Record an error if it is a refused write."""
         if isinstance(error, VolumeFailed):
             for volume in self.all:
@@ -63,7 +64,7 @@ class Volumes:
             self._events.emit(EventKind.VOLUME_FAILED, text, volume=volume.name)
 
     async def _accepts(self, volume: Volume, refusal: Refusal) -> bool:
-        if not await asyncio.to_thread(volume.probe, refusal):
+        if not await in_own_thread(volume.probe, refusal):
             return False
         try:
             for log in self._logs.each():

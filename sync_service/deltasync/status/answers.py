@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from deltasync.access.rights import Access
 from deltasync.base.clock import LONG_BOUNDS
 from deltasync.base.events import EventCounts, EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import Signal, first_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.model.feed import FeedStatus, nothing_published
@@ -39,13 +40,12 @@ _NOTHING_NEW = "the service still serves its stored rows, but a volume refuses n
 class Answers:
     """Computes lags and metrics of a service. Used in the event loop.
 
-    It computes in the loop's threads and never waits for a cut or a disk. It uses at most two threads at once, one
-    for metrics and one for lags, and leaves the others to checkpoints.
+    It computes in its own threads, at most one for metrics and one for lags. It never waits for a cut or a disk.
     """
 
-    def __init__(self, sources: Sources, shared_seconds: float = 0.1) -> None:
-        """Requests for metrics within `shared_seconds` share them."""
-        self._sources, self._shared_seconds = sources, shared_seconds
+    def __init__(self, sources: Sources, metrics_seconds: float = 0.1) -> None:
+        """`metrics_seconds`: see `ServiceOptions`."""
+        self._sources, self._metrics_seconds = sources, metrics_seconds
         self._lags = asyncio.Lock()
         self._exposition: asyncio.Task[bytes] | None = None
         self._begun = 0.0
@@ -56,7 +56,7 @@ class Answers:
         self._sources.models.check_recovered(consumer.model)
         async with self._lags:
             status = self._status(consumer)
-            return await asyncio.to_thread(report, consumer.copy(), status, time.time_ns())
+            return await in_own_thread(report, consumer.copy(), status, time.time_ns())
 
     async def changed(self, name: str) -> ConsumerStatus:
         """The status of a consumer after a change, also while its model is recovering."""
@@ -70,7 +70,7 @@ class Answers:
         """The status of all consumers, or those of some models, by name. Recovering models are left out."""
         async with self._lags:
             statuses, now_ns = await self._statuses(models), time.time_ns()
-            return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in statuses])
+            return await in_own_thread(lambda: [report(*each, now_ns) for each in statuses])
 
     async def listed(self) -> list[ConsumerStatus]:
         """The consumers of this process as in a list, with those of recovering models."""
@@ -93,8 +93,8 @@ class Answers:
     async def metrics(self) -> bytes:
         """The metrics as Prometheus text."""
         now = time.monotonic()
-        if self._exposition is None or (self._exposition.done() and now >= self._begun + self._shared_seconds):
-            computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
+        if self._exposition is None or (self._exposition.done() and now >= self._begun + self._metrics_seconds):
+            computed = in_own_thread(exposition, self._figures(), time.time_ns())
             self._exposition, self._begun = asyncio.create_task(computed), now
         return await asyncio.shield(self._exposition)
 
@@ -144,16 +144,13 @@ _WATCHED_TIMES, _UNWATCHED_TIMES = 4, 20
 
 
 class Sampler:
-    """Samples a service's overview periodically. Used in the event loop.
+    """Samples a service's overview periodically. Used in the event loop."""
 
-    Attributes:
-        sources: the parts of the service.
-        answers: computes the lags.
-        histories: the history of each consumer's lag.
-    """
-
-    def __init__(self, sources: Sources, events: Events, access: Access | None = None) -> None:
-        self.sources, self.answers, self.histories = sources, Answers(sources), LagHistories()
+    def __init__(
+        self, sources: Sources, events: Events, access: Access | None = None, metrics_seconds: float = 0.1
+    ) -> None:
+        self.sources, self.histories = sources, LagHistories()
+        self.answers = Answers(sources, metrics_seconds)
         self._events, self._access = events, access
         self._looking = asyncio.Lock()
         self._next: asyncio.Task[Overview] | None = None
@@ -173,7 +170,7 @@ class Sampler:
     async def _sample(self) -> None:
         overview = await self.look()
         self.histories.add(overview.unix_ms, overview.consumers)
-        self._bytes = await asyncio.to_thread(_written, overview) if self._watchers else b""
+        self._bytes = await in_own_thread(_written, overview) if self._watchers else b""
         self._signal.wake()
 
     async def look(self) -> Overview:
@@ -190,8 +187,8 @@ class Sampler:
     async def _look(self) -> Overview:
         sources, models = self.sources, self.sources.models
         consumers = await self.answers.listed()
-        cuts = await asyncio.to_thread(version_statuses, last_cuts(models.values(), CUTS))
-        volumes = await asyncio.to_thread(volume_statuses, sources.volumes.all)
+        cuts = await in_own_thread(version_statuses, last_cuts(models.values(), CUTS))
+        volumes = await in_own_thread(volume_statuses, sources.volumes.all)
         return Overview(
             unix_ms=time.time_ns() // 10**6,
             freshness_bounds=list(LONG_BOUNDS),

@@ -33,24 +33,7 @@ from deltasync.status.records import (
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The input of the metrics at one moment.
-
-    Attributes:
-        consumers: copies of the consumers, and the states of their feeds.
-        models: the models.
-        tables: their tables.
-        process: this process.
-        stages: duration of each stage of cuts, by model.
-        volumes: the volumes that it writes to.
-        events: counts of events.
-        limits: a copy of the limits.
-        commits: durations of commits to the log.
-        log_bytes: bytes of data in the log.
-        alive: processes that are alive, including this one.
-        risks: accepted risks of losing acknowledged data.
-        checkpoint_failures: failed attempts to write or copy a checkpoint.
-        certificates_expire: when certificates expire, seconds since 1970, by setting.
-    """
+    """The input of the metrics at one moment."""
 
     consumers: Sequence[tuple[Consumer, FeedStatus]] = ()
     models: Sequence[ModelStatus] = ()

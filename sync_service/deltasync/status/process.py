@@ -22,15 +22,7 @@ CUTS, KEPT, EVENTS = 20, 50, 30
 
 @dataclass(kw_only=True)
 class ProcessState:
-    """The state of this process, kept up to date by the server.
-
-    Attributes:
-        draining: set when the service begins to shut down.
-        started_unix_ns: when the process started, nanoseconds since 1970.
-        compiling: whether kernels are still being compiled; streams are refused meanwhile.
-        probe: results of the probe; None if there is no probe.
-        certificates_expire: when each certificate expires, seconds since 1970, by the name of its setting.
-    """
+    """The state of this process, kept up to date by the server."""
 
     draining: asyncio.Event
     started_unix_ns: int = field(default_factory=time.time_ns)

@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         yield service
 
 
-def test_an_answer_has_a_bounded_number_of_versions_and_names_the_next_page(service: RunningService) -> None:
+def test_a_page_has_a_bounded_number_of_versions_and_names_the_next(service: RunningService) -> None:
     first = service.get_json("/consumers/predictors/history")
     assert [line["version"] for line in first["lines"]] == [1, 2, 3]
     assert sum(len(line["replicas"]) for line in first["lines"]) <= VERSIONS

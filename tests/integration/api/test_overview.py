@@ -269,15 +269,11 @@ def test_which_deltasync_answers(service: RunningService) -> None:
     assert found["formats"] == formats
 
 
-def test_a_service_names_the_commit_that_it_is_of(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("commit", ["0123abc-dirty", ""], ids=["known", "unknown"])
+def test_a_service_names_its_commit_if_it_is_known(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
-    monkeypatch.setattr("deltasync.api.overview_routes.built_commit", lambda: "0123abc-dirty")
-    assert service.get_json("/version")["commit"] == "0123abc-dirty"
-
-
-def test_a_commit_that_is_not_known_is_left_out(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.api.overview_routes.built_commit", str)
+    monkeypatch.setattr("deltasync.api.overview_routes.built_commit", lambda: commit)
     found = service.get_json("/version")
-    assert "commit" not in found
+    assert (found.get("commit", ""), "commit" in found) == (commit, bool(commit))
     assert found["version"]

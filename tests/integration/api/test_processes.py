@@ -224,7 +224,7 @@ def test_where_nobody_has_a_model_any_process_says_so(tmp_path: Path) -> None:
                 Admin(Endpoint(each.http, ADMIN_TOKEN)).consumers()
 
 
-def test_a_process_that_the_others_do_not_hear_answers_for_nothing_and_is_listed_as_gone(tmp_path: Path) -> None:
+def test_a_process_that_loses_its_lease_answers_nothing_and_counts_as_gone(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, lease_seconds=0.6) as cluster:
         silent, other = cluster.processes
         silent.bucket.cut = True

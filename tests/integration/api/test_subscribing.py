@@ -370,7 +370,7 @@ def wrong_ack(applied: Position) -> subscribe_pb2.SubscribeRequest:
 
 
 @UNASKED
-def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look_into(
+def test_a_pause_tells_a_damaged_replica_nothing_that_it_would_look_into(
     running: RunningService, rank: RankStream
 ) -> None:
     """It would find the same again, and tell so, as fast as both sides can."""

@@ -41,7 +41,7 @@ def answers(connection: socket.socket) -> bool:
     return answer.startswith(b"HTTP/1.1 200")
 
 
-def test_connections_over_the_limit_are_closed_and_those_before_them_are_not(tmp_path: Path) -> None:
+def test_only_connections_over_the_limit_are_closed(tmp_path: Path) -> None:
     limits = LimitOptions(http_connections_per_peer=3)
     with RunningService(tmp_path, limits=limits) as service, ExitStack() as open_ones:
         first = [open_ones.enter_context(connected(service)) for _ in range(3)]
@@ -94,7 +94,7 @@ def drop_by_drop(connection: socket.socket, ended: threading.Event) -> None:
             return
 
 
-def test_a_connection_counts_until_it_is_closed_and_one_beyond_the_limit_is_closed() -> None:
+def test_a_connection_beyond_the_limit_is_closed() -> None:
     limits = Limits(LimitOptions(http_connections_per_peer=1))
     with HttpListener(listening_socket("127.0.0.1", 0), limits) as listener:
         address = listener.getsockname()

@@ -497,9 +497,7 @@ def test_what_is_not_known_is_a_dash(in_sync: InSync, opened: Open) -> None:
     expect(page.locator(STALE)).to_contain_text("freshness not measured yet")
 
 
-def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
-    in_sync: InSync, opened: Open
-) -> None:
+def test_a_consumer_shows_its_offset_and_no_unknown_age(in_sync: InSync, opened: Open) -> None:
     """Without releases there is no row that one has left."""
 
     releases = {"offset 1,234;": None, "offset 1,234, counted in releases;": {"number": 1234}}

@@ -106,7 +106,7 @@ def ended(process: subprocess.Popen[bytes] | Fork) -> bool:
         ('[consumers.mobile]\nmodel = "clicks"\ntables = ["gone"]\n', "tables gone: no table of the model match"),
     ],
 )
-def test_a_consumer_that_cannot_be_as_configured_stays_as_it_is_and_says_so(
+def test_a_consumer_that_cannot_be_as_configured_stays_and_says_so(
     tmp_path: Path, config: Path, changed: str, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, target = tmp_path / "data", NumpyTarget()

@@ -100,7 +100,7 @@ def test_a_copy_at_a_url_has_the_rows(written: Written, data_dir: Path, tmp_path
     assert files(data_dir / "checkpoints") == right
 
 
-def test_a_model_without_a_readable_checkpoint_is_kept_until_an_operator_gives_it_up(
+def test_a_model_without_a_readable_checkpoint_stays_until_it_is_given_up(
     written: Written, data_dir: Path, tmp_path: Path
 ) -> None:
     right, log = files(data_dir / "checkpoints"), entries(data_dir / "log", "records")
@@ -144,7 +144,7 @@ def test_a_model_without_a_readable_checkpoint_is_kept_until_an_operator_gives_i
         )
 
 
-def test_a_damaged_record_of_the_log_stays_until_the_trainer_has_replaced_it(
+def test_a_damaged_log_record_stays_until_the_trainer_replaces_it(
     written: Written, data_dir: Path, tmp_path: Path
 ) -> None:
     directory, right = data_dir / "log", entries(data_dir / "log", "records")

@@ -18,7 +18,7 @@ CONSUMER = ("--consumer", "predictors=clicks")
 SMALL = ("--log-max-bytes", str(2 << 20))
 
 
-def test_a_first_cut_that_cannot_fit_is_refused_at_the_open_and_fits_a_log_as_large_as_is_said(
+def test_a_first_cut_too_large_for_the_log_is_refused_at_the_open(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = NumpyTarget()
@@ -45,7 +45,7 @@ def test_a_first_cut_that_cannot_fit_is_refused_at_the_open_and_fits_a_log_as_la
         np.testing.assert_array_equal(target.tables["wide"], trainer.rows["wide"])
 
 
-def test_a_later_cut_that_cannot_fit_is_refused_once_and_the_next_small_one_goes_on(tmp_path: Path) -> None:
+def test_a_later_cut_too_large_for_the_log_is_refused_once(tmp_path: Path) -> None:
     target, service = NumpyTarget(), RunningService(tmp_path)
     with service, Trainer(service.grpc, [WIDE]) as trainer:
         trainer.publish_all()

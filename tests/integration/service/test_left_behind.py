@@ -2,14 +2,13 @@
 
 import asyncio
 import errno
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
+from tests.support.faults import Faults, refusing
 from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import USER, WHOLE, full_part, part, random_rows
@@ -17,8 +16,8 @@ from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import Policy
+from deltasync.log import volume
 from deltasync.log.data_directory import CHECKPOINTS
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.model.model_store import note_removal
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
@@ -84,29 +83,7 @@ def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path, monkeypatch: p
     assert untidy > 3, "no crash has left anything"
 
 
-def no_room(patch: pytest.MonkeyPatch) -> None:
-    """Nothing can be written, neither to the log nor to new files."""
-    delete = LmdbStore._delete_range
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def deleting(log: LmdbStore, txn: Any, first: bytes, last: bytes) -> None:
-        delete(log, txn, first, last)
-        records = log._databases[b"records"]
-        with txn.cursor(records) as before, log._opened().begin(db=records) as old, old.cursor() as after:
-            if list(before) != list(after):
-                full()
-
-    patch.setattr(LmdbStore, "_delete_range", deleting)
-    patch.setattr(LmdbStore, "_put", full)
-    patch.setattr(LmdbStore, "_append", full)
-    patch.setattr(os, "posix_fallocate", full)
-
-
-def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_removal_has_no_room_does_not_come_back(tmp_path: Path) -> None:
     async def cut_and_note(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await asyncio.wrap_future(note_removal(log_of(service), "clicks"))
@@ -114,12 +91,12 @@ def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
     run(tmp_path, cut_and_note)
 
     async def start_without_room() -> None:
+        faults = Faults()
+        full = refusing(volume.refused("no room", tmp_path / "log" / "data.mdb", OSError(errno.ENOSPC, "full")))
         async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-            with monkeypatch.context() as patch:
-                no_room(patch)
-                service = Service(ServiceOptions(data_dir=tmp_path), tasks)
+            with faults.log.replaced(put=full, put_all=full, append=full, truncate=full):
+                service = Service(ServiceOptions(data_dir=tmp_path), tasks, **faults.collaborators)
                 await service.recovery.all()
-                assert service.volumes.trouble
             assert not service.models
             await publish(service, run="run-2", started=2)  # It is made anew.
             assert service.models["clicks"].position.number == 1

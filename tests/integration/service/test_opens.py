@@ -98,9 +98,7 @@ def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("messages", [0, 1, 2])
-def test_a_service_that_is_killed_before_a_model_s_first_seal_starts_without_it(
-    tmp_path: Path, messages: int
-) -> None:
+def test_a_service_killed_before_a_models_first_seal_starts_without_it(tmp_path: Path, messages: int) -> None:
     """After the open, and after rows and a close of one of two ranks."""
     shard = Shard(USER, 0, 25, 0, 4)
     with ServiceProcess(tmp_path, *CONSUMER) as service:

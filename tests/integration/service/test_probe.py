@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from tests.support.cluster import Cluster
 from tests.support.command import deltasync
+from tests.support.fleet import admin_of
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.base.errors import LimitReached
+from deltasync.access.limits import LimitOptions
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
-from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.service.consumers import PROBE, Consumers, ProbeStatus
+from deltasync.service.consumers import PROBE, ProbeStatus
 
 _DEADLINE_SECONDS = 30.0
 
@@ -30,8 +30,10 @@ def probe(address: str, status: ProbeStatus, seconds: float = 0.05) -> Probe:
 class ProbedService(RunningService):
     """A service that probes itself."""
 
-    def __init__(self, data_dir: Path, begin: Callable[[str, ProbeStatus], Probe] = probe) -> None:
-        super().__init__(data_dir)
+    def __init__(
+        self, data_dir: Path, begin: Callable[[str, ProbeStatus], Probe] = probe, **settings: Any
+    ) -> None:
+        super().__init__(data_dir, **settings)
         self.start_probe = begin
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -88,33 +90,23 @@ def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.nightly
-def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Consumers.ensure
-
-    async def full(consumers: Consumers, wanted: ConsumerOptions, by: str = "") -> Consumer:
-        if wanted.name == PROBE:
-            raise LimitReached("there are 2 consumers, at most 2 may be")
-        return await made(consumers, wanted, by)
-
-    monkeypatch.setattr(Consumers, "ensure", full)
-    with ProbedService(tmp_path / "data") as service:
+def test_what_keeps_a_probe_from_its_consumer_ends_no_service(tmp_path: Path) -> None:
+    with ProbedService(tmp_path / "data", limits=LimitOptions(consumers=2)) as service:
         found = service.wait_for(lambda probe: "cannot be created" in probe["trouble"])
-        assert "at most 2 may be" in found["trouble"]
+        assert "at most 2 are allowed" in found["trouble"]
         assert service.get("/readyz")[0] == 200
-        monkeypatch.undo()
+        admin_of(service).delete_consumer("probes")
         service.wait_for(lambda probe: probe["turns"] > 0 and not probe["trouble"])
 
 
 def test_no_row_for_long_is_trouble_whatever_was_before() -> None:
     status = ProbeStatus(every_seconds=5.0)
     assert status.trouble == "no row has arrived yet"
-    status.note(0.01)
+    status.record(0.01)
     assert status.trouble == ""
     status.since_ns -= 16 * 10**9
     assert status.trouble == "no row has arrived for 16 s"
-    status.note_failure("a row was not sealed in 10 s")
+    status.record_failure("a row was not sealed in 10 s")
     assert status.trouble == "a row was not sealed in 10 s"
 
 

@@ -202,7 +202,7 @@ async def check(image: Image, versions: Versions, held: dict[Position, Held]) ->
     return head
 
 
-def test_whenever_it_dies_every_acknowledged_version_and_release_comes_back(
+def test_every_acknowledged_version_and_release_survives_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = expected_rows()

@@ -32,7 +32,7 @@ def flip_bit(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_row_that_flips_in_memory_reaches_no_replica_and_everybody_goes_on(service: ServiceProcess) -> None:
+def test_a_row_that_flips_in_memory_reaches_no_replica(service: ServiceProcess) -> None:
     old, new = NumpyTarget(), NumpyTarget()
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()

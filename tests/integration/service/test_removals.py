@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.support.faults import Faults, Held, Hook
 from tests.support.fleet import (
     AT_ONCE,
     ITEM,
@@ -28,8 +29,6 @@ from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 from torch import nn
 
-from deltasync.checkpoints.file_storage import Place
-from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cli.consumers import replicas
 from deltasync.cli.tables import models, tables
 from deltasync.client import (
@@ -44,9 +43,6 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.client.targets.torch_target import TorchTarget
-from deltasync.log.log_store import LogStore
-from deltasync.model import model_store
-from deltasync.model.model_store import ModelStore
 from deltasync.views.view import View
 
 EXTRA = TableSpec("extra", 5000, 8)
@@ -145,7 +141,7 @@ def _check_without(service: RunningService, trainer: Trainer, fleet: dict[str, R
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 @pytest.mark.parametrize("rows", [50, 5000, 6000])
-def test_a_replica_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+def test_a_replica_keeps_no_row_of_a_deleted_table_of_a_reused_name(
     service: RunningService, rows: int, restart: bool
 ) -> None:
     """Also where it was away meanwhile; and nobody says that it was damaged."""
@@ -195,9 +191,7 @@ def test_connected_replicas_go_on_without_a_table(service: RunningService) -> No
 
 
 @pytest.mark.parametrize("rows", [50, 5000, 6000])
-def test_connected_replicas_go_on_with_another_table_of_a_deleted_one_s_name(
-    service: RunningService, rows: int
-) -> None:
+def test_connected_replicas_go_on_with_a_new_table_of_a_deleted_name(service: RunningService, rows: int) -> None:
     """Whether they have seen that it was gone, or not: and nobody says that they were damaged."""
     fleet, again = {name: Recorder() for name in CONSUMERS}, TableSpec("extra", rows, 8)
     with Trainer(service.grpc, ALL) as trainer:
@@ -233,7 +227,7 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("stays", [True, False], ids=["connected", "comes back"])
 @pytest.mark.parametrize("versions", [0, 2])
-def test_a_module_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
+def test_a_module_keeps_no_row_of_a_deleted_table_of_a_reused_name(
     service: RunningService, versions: int, stays: bool
 ) -> None:
     """Also where versions without it have come between; and nobody says that it was damaged."""
@@ -329,35 +323,23 @@ class _Fuse:
 
     def burn(self) -> None:
         if self.left == 0:
-            raise OSError("the process ends here")
+            raise RuntimeError("the process ends here")
         self.left -= 1
 
 
-class _FusedLog:
-    def __init__(self, log: LogStore, fuse: _Fuse) -> None:
-        self._log, self._fuse = log, fuse
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("put", "truncate"):
-            self._fuse.burn()
-        return getattr(self._log, name)
-
-
 @contextlib.contextmanager
-def _failing_after(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[_Fuse]:
+def _failing_after(faults: Faults, step: int) -> Iterator[_Fuse]:
     """While a deletion fails after so many steps."""
-    fuse, remove = _Fuse(step), Place.remove
+    fuse = _Fuse(step)
 
-    def removed_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-        model_store.remove_model(_FusedLog(log, fuse), model, checkpoints)  # type: ignore[arg-type]
-
-    def removed_file(place: Place, name: str) -> None:
+    def burn(call: Hook, *arguments: Any, **named: Any) -> Any:
         fuse.burn()
-        remove(place, name)
+        return call(*arguments, **named)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.service.operators.remove_model", removed_model)
-        patch.setattr(Place, "remove", removed_file)
+    def put(call: Hook, name: str, value: bytes | None, **named: Any) -> Any:
+        return call(name, value, **named) if value is not None else burn(call, name, value, **named)
+
+    with faults.log.replaced(put=put, truncate=burn), faults.place.replaced(remove=burn):
         yield fuse
 
 
@@ -366,16 +348,14 @@ STEPS = range(10)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(tmp_path: Path, step: int) -> None:
     """Whichever of its steps is the last that was done."""
     with RunningService(tmp_path / "data") as service:
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         _leave_to_nobody(service)
         admin_of(service).make_checkpoint("clicks")
-        with _failing_after(monkeypatch, step) as fuse, pytest.raises(ServiceFailed):
+        with _failing_after(service.faults, step) as fuse, pytest.raises(ServiceFailed):
             admin_of(service).delete_model("clicks")
         assert fuse.left == 0
     with RunningService(tmp_path / "data") as service:
@@ -386,9 +366,7 @@ def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
 
 
 @pytest.mark.parametrize("step", STEPS[::2])
-def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_new_model_is_not_taken_for_one_whose_deletion_failed(tmp_path: Path, step: int) -> None:
     """Whichever step was refused."""
     with RunningService(tmp_path / "data") as service:
         with Trainer(service.grpc) as trainer:
@@ -396,7 +374,7 @@ def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_faile
             admin_of(service).make_checkpoint("clicks")
             trainer.change(3)
         _leave_to_nobody(service)
-        with _failing_after(monkeypatch, step), pytest.raises(ServiceFailed):
+        with _failing_after(service.faults, step), pytest.raises(ServiceFailed):
             admin_of(service).delete_model("clicks")
         with Trainer(service.grpc, run="s", started=2, seed=1) as trainer:
             assert trainer.publish_all().number == 1
@@ -409,7 +387,7 @@ def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_faile
 
 
 def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
-    tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, service: RunningService
 ) -> None:
     """A checkpoint still has its rows, and a view has it."""
     crashed, fleet = tmp_path / "crashed", {name: Recorder() for name in CONSUMERS}
@@ -420,16 +398,16 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
                 wait_until_in_sync(service, name, trainer.change(3))
     _wait_until_nobody_publishes(service)
     admin_of(service).make_checkpoint("clicks")
-    describe = ModelStore.describe
 
-    def copied(store: ModelStore, *arguments: Any) -> None:
-        describe(store, *arguments)
-        shutil.copytree(tmp_path / "data", crashed)
+    def copied(put: Hook, name: str, *arguments: Any, **named: Any) -> Any:
+        written = put(name, *arguments, **named)
+        if name == "model/clicks":
+            written.result(20)
+            shutil.copytree(tmp_path / "data", crashed)
+        return written
 
-    monkeypatch.setattr(ModelStore, "describe", copied)
-    monkeypatch.setattr(View, "drop_removed", lambda _: None)
-    admin_of(service).delete_table("clicks", "extra")
-    monkeypatch.undo()
+    with service.faults.log.replaced(put=copied):
+        admin_of(service).delete_table("clicks", "extra")
     with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
         assert not [problem for each in admin_of(again).fsck() for problem in each["problems"]]
         assert [line["table"] for line in again.get_json("/tables")] == ["user", "item"]
@@ -440,7 +418,7 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
                 assert target.bytes() == expected
 
 
-def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
+def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_a_new_table(
     tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before it had noticed: rows that the new table lacks were held by replicas."""
@@ -464,26 +442,17 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         assert _undamaged(again)
 
 
-def test_a_checkpoint_that_is_under_way_does_not_bring_a_deleted_model_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, go, put = threading.Event(), threading.Event(), Place.put
-
-    def slow(place: Place, name: str, content: bytes) -> None:
-        begun.set()
-        assert go.wait(20)
-        put(place, name, content)
-
-    monkeypatch.setattr(Place, "put", slow)
-    with RunningService(tmp_path / "data", checkpoint_bytes=1) as service:
+def test_a_checkpoint_under_way_does_not_bring_back_a_deleted_model(tmp_path: Path) -> None:
+    slow = Held()
+    with RunningService(tmp_path / "data", checkpoint_bytes=1) as service, service.faults.place.replaced(put=slow):
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         _leave_to_nobody(service)
-        assert begun.wait(20)
+        assert slow.begun.wait(20)
         deleting = threading.Thread(target=lambda: admin_of(service).delete_model("clicks"))
         deleting.start()
         wait_for(lambda: service.get_json("/models") == [], "the model is still there")
-        go.set()
+        slow.let_go()
         deleting.join()
         assert checkpoint_files(tmp_path / "data") == []
     with RunningService(tmp_path / "data") as service:

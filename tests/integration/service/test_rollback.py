@@ -64,7 +64,7 @@ def test_all_live_fleets_follow_a_rollback_and_the_trainer_is_refused(
     assert cut["run"].startswith("rollback-to-2-")
 
 
-def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tmp_path: Path) -> None:
+def test_a_rollback_outlives_a_restart_and_the_trainer_continues_from_it(tmp_path: Path) -> None:
     target = NumpyTarget()
     with RunningService(tmp_path / "data", policies=POLICIES) as service:
         admin = Admin(Endpoint(service.http, TOKEN))
@@ -103,7 +103,7 @@ def test_a_rollback_outlives_a_restart_and_a_trainer_goes_on_from_its_version(tm
                 assert f"the run holds version {newest}, the newest one" in joined[-1]["text"]
 
 
-def test_a_run_without_a_state_follows_a_rollback_only_if_a_person_vouches_for_its_rows(
+def test_a_run_without_a_state_follows_a_rollback_only_with_accept_any(
     service: RunningService, admin: Admin
 ) -> None:
     def begun(run: str, *, start_over: bool = False) -> Trainer:

@@ -22,7 +22,8 @@ from deltasync.v1 import subscribe_pb2
 TABLE = TableSpec("user", 20_000, 16)
 MEMORY_BYTES, BLOCK_BYTES = 300_000, 100_000  # A fifth of the table, and a fifteenth.
 
-pytestmark = pytest.mark.parametrize("running", [{"release_memory_bytes": MEMORY_BYTES}], indirect=True)
+OPTIONS = {"release_memory_bytes": MEMORY_BYTES, "release_block_bytes": BLOCK_BYTES}
+bounded = pytest.mark.parametrize("running", [OPTIONS], indirect=True)
 
 
 class Frozen:
@@ -45,7 +46,6 @@ class Frozen:
             return noted(releases, release)
 
         patch.setattr(Releases, "noted", note)
-        patch.setattr("deltasync.model.releases.BLOCK_BYTES", BLOCK_BYTES)
 
     @property
     def now(self) -> int:
@@ -72,6 +72,7 @@ def returned(stack: ExitStack, running: RunningService, name: str, held: Positio
     return target
 
 
+@bounded
 def test_a_fleet_that_returns_while_cuts_go_on_takes_bounded_memory(
     running: RunningService, frozen: Frozen, trainer: Trainer
 ) -> None:
@@ -109,10 +110,10 @@ def _holding(lag: Any, version: int) -> set[str]:
     return {each["replica"] for each in lag["replicas"] if each["offset"] >= version}
 
 
+@pytest.mark.parametrize("running", [OPTIONS | {"watch_seconds": 0.02, "quiet_seconds": 3.0}], indirect=True)
 def test_a_replica_that_takes_nothing_holds_up_nobody_and_is_given_up(
-    running: RunningService, frozen: Frozen, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    running: RunningService, frozen: Frozen, trainer: Trainer
 ) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._WATCH_SECONDS", 0.02)
     with ExitStack() as stack:
         stalled = [stack.enter_context(ReplicaStream(running.grpc, replica=f"s{n}", budget=1)) for n in range(3)]
         for each in stalled:
@@ -125,7 +126,6 @@ def test_a_replica_that_takes_nothing_holds_up_nobody_and_is_given_up(
                 new.wait_for(head, WAIT)
             assert target.bytes() == trainer.expected()
         assert frozen.made == made + 3, "they keep a block each, and nothing that is frozen"
-        monkeypatch.setattr("deltasync.api.acks.QUIET_SECONDS", 0.05)
         lag = wait_for_lag(
             running, "predictors", lambda lag: not any(each["connected"] for each in lag["replicas"])
         )
@@ -133,6 +133,7 @@ def test_a_replica_that_takes_nothing_holds_up_nobody_and_is_given_up(
         assert all(re.match("it has received nothing of its", each["left"]) for each in lag["replicas"])
 
 
+@bounded
 def test_who_says_goodbye_in_the_middle_of_a_release_is_forgotten(
     running: RunningService, frozen: Frozen, trainer: Trainer
 ) -> None:
@@ -146,6 +147,7 @@ def test_who_says_goodbye_in_the_middle_of_a_release_is_forgotten(
     assert frozen.now == 0
 
 
+@bounded
 def test_a_pause_breaks_off_what_a_replica_is_sent_from_far_behind(
     running: RunningService, trainer: Trainer
 ) -> None:

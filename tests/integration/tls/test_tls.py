@@ -170,7 +170,7 @@ def test_another_ca_is_not_believed(service: RunningService, pki: Pki) -> None:
             ask(pki.endpoint(address))
 
 
-def test_a_service_of_another_name_is_not_believed_unless_that_name_is_given(tmp_path: Path, pki: Pki) -> None:
+def test_a_certificate_of_another_name_is_refused_unless_it_is_given(tmp_path: Path, pki: Pki) -> None:
     pki.issue_service("elsewhere.example")
     with secured(tmp_path, pki) as service:
         for address in (service.grpc, service.http):
@@ -362,7 +362,7 @@ def test_peers_that_fail_in_the_handshake_leave_no_line_in_the_log(
 
 
 @pytest.mark.nightly
-def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
+def test_a_connection_that_does_not_finish_its_handshake_is_closed(
     tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise after a minute, and after two: so long each would hold a descriptor."""

@@ -40,7 +40,7 @@ def test_an_ack_of_every_table_is_taken() -> None:
 
 def send(sent: SentReleases, number: int, end_bytes: int) -> None:
     head = Head(number, number + 100, 0, 0)
-    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes, 0.0)
+    sent.record(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes, 0.0)
 
 
 def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
@@ -87,7 +87,7 @@ class Stream:
     def send(self, number: int, whole: frozenset[int] = NO_TABLES, *, now: float = 0.0) -> tuple[int, int]:
         """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
         self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
-        self._sent.note(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes, now)
+        self._sent.record(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes, now)
         return number, self._bytes
 
     def ack(self, release: tuple[int, int], checksums: Mapping[int, int]) -> frozenset[int]:
@@ -172,7 +172,7 @@ def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
     assert stream.ack(third, WRONG) == {0}
 
 
-def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repair() -> None:
+def test_an_ack_from_before_a_repair_does_not_acknowledge_the_repair() -> None:
     stream = Stream()
     first = stream.send(1)
     assert stream.ack(first, WRONG) == {0}
@@ -218,14 +218,14 @@ def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> 
         assert stream.ack(stream.send(1), {**RIGHT, 2: last}) == wrong
 
 
-def test_only_what_came_while_a_replica_was_there_tells_how_long_the_way_is_once_and_not_of_guests(
+def test_delivery_time_counts_each_release_once_and_ignores_guests(
     tmp_path: Path,
 ) -> None:
     """Of a trainer that has been idle for an hour a new replica would count as one that took an hour."""
     consumer, found = Consumer("predictors", "clicks", 0), list[tuple[int, int]]()
 
     def deliver(times: DeliveryTimes, local: LocalModel, version: int) -> None:
-        times.note_held(SentRelease(version, version, (), frozenset(), 0, steady_ns()), local.model)
+        times.record(SentRelease(version, version, (), frozenset(), 0, steady_ns()), local.model)
         found.append((sum(consumer.durations.ack.read()[0]), len(consumer.durations.recent)))
 
     async def scenario(local: LocalModel) -> None:

@@ -42,7 +42,7 @@ def test_who_takes_no_answer_keeps_nobody_from_theirs(service: str, answers: lis
         watchers = [Watcher(health, service, takes=False), Watcher(health, service)]
         told = [await watchers[1].next()]
         for serving in (True, False):
-            health.note(serving=serving)
+            health.set(serving=serving)
             if len(answers) > 1:
                 told.append(await watchers[1].next())
         for each in watchers:

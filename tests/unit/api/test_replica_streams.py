@@ -28,7 +28,7 @@ async def nothing() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
 
 
 @pytest.mark.parametrize(("now", "error"), [("replaced", Superseded), ("deleted", NotFound)])
-def test_one_that_was_replaced_or_deleted_says_nothing_more_and_moves_no_offset(
+def test_a_replaced_or_deleted_stream_moves_no_offset(
     tmp_path: Path, now: str, error: type[DeltasyncError]
 ) -> None:
     async def scenario(service: Service) -> None:

@@ -101,7 +101,7 @@ SCOPE: Scope = {
 
 
 @pytest.mark.parametrize("answering", [False, True])
-def test_a_request_whose_caller_loses_its_role_is_refused_unless_its_answer_has_begun(answering: bool) -> None:
+def test_a_revoked_role_ends_a_request_unless_its_answer_has_begun(answering: bool) -> None:
     sent, asked = list[dict[str, Any]](), asyncio.Event()
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -134,7 +134,7 @@ def test_a_request_whose_caller_loses_its_role_is_refused_unless_its_answer_has_
 REQUEST = b"GET / HTTP/1.1\r\nhost: s\r\n\r\n"
 
 
-def test_a_peer_is_silent_while_it_has_its_turn_and_not_while_the_service_works() -> None:
+def test_a_peer_counts_as_silent_only_while_it_has_its_turn() -> None:
     asyncio.run(_silence())
 
 

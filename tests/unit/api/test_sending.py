@@ -14,7 +14,7 @@ def test_one_that_takes_nothing_of_a_release_is_given_up() -> None:
 def test_one_that_is_sent_nothing_may_be_quiet() -> None:
     """While its target applies a release, say, or while nothing is new."""
     sending = Credit(1, quiet_seconds=-1.0)
-    sending.note_moved()
+    sending.restart()
     assert sending.decision.yes
     with sending.going_on():
         assert not sending.decision.yes

@@ -10,7 +10,7 @@ from deltasync.base.errors import InvalidInput
 from deltasync.service.options import ServiceOptions
 
 
-async def test_it_does_not_start_on_the_data_directory_of_a_service_with_a_log_of_its_own(tmp_path: Path) -> None:
+async def test_a_cluster_process_refuses_the_data_directory_of_a_single_service(tmp_path: Path) -> None:
     """It would remove the checkpoints there."""
     async with opened(tmp_path):
         pass

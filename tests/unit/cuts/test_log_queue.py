@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, run, send, sources
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
+from deltasync.access.limits import LimitOptions
 from deltasync.base.errors import StorageFailed
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import UnwrittenChunks
 from deltasync.log.log_store import WriteQueue
 from deltasync.log.records import pack_layout
 from deltasync.service.service import Service
+from deltasync.status.answers import Answers
 
 RANKS, CHUNKS, CHUNK_ROWS, BOUND = 6, 12, 500, 1 << 20
 WIDE = TableSpec("wide", RANKS * CHUNKS * CHUNK_ROWS, 64)
@@ -77,6 +79,20 @@ async def test_many_opens_leave_the_loops_threads_to_others(
     finally:
         go.set()
     await asyncio.gather(*opens, return_exceptions=True)
+
+
+@in_service(limits=LimitOptions(log_queue_bytes=BOUND), housekeeping_seconds=0.001)
+async def test_a_limit_that_is_read_again_counts_at_once(service: Service) -> None:
+    assert log_of(service).queue.most_bytes == BOUND
+    service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
+    keeper = asyncio.create_task(service.run())
+    while log_of(service).queue.most_bytes != 2 * BOUND:
+        await asyncio.sleep(0.001)
+    keeper.cancel()
+    with held_up(log_of(service)):
+        assert (
+            b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(sources(service)).metrics()
+        )
 
 
 MIB = 1 << 20

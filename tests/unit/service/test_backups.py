@@ -44,7 +44,7 @@ async def test_a_model_that_is_reloaded_as_it_begins_is_not_left_out(service: Se
         recovering.let_go()
 
 
-async def test_a_table_that_was_made_again_after_its_record_was_read_has_its_rows(tmp_path: Path) -> None:
+async def test_a_backup_has_the_rows_of_a_table_that_was_just_made_again(tmp_path: Path) -> None:
     async with opened(tmp_path / "data") as service:
         session = await publish(service)
         old = service.models["clicks"].log.items("model/clicks")

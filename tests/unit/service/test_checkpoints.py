@@ -177,7 +177,7 @@ async def test_a_log_that_is_full_has_one_written_at_once(service: Service) -> N
 
 
 @in_service()
-async def test_bytes_that_the_log_has_since_the_newest_one_are_those_of_later_versions(service: Service) -> None:
+async def test_bytes_since_the_newest_checkpoint_are_those_of_later_versions(service: Service) -> None:
     session, steps = await publish(service), itertools.count(2)
     model = service.models[MODEL]
     for writes in (False, False, True, False, False, True):
@@ -349,7 +349,7 @@ async def test_a_process_keeps_no_checkpoints_of_models_that_others_have(a: Proc
 
 
 @in_processes()
-async def test_the_next_owner_begins_with_the_checkpoint_and_goes_on_with_the_log(a: Process, b: Process) -> None:
+async def test_the_next_owner_loads_the_checkpoint_and_applies_the_log(a: Process, b: Process) -> None:
     await a.take()
     session = await publish(a.service)
     await cut(session, 2, 1)
@@ -434,7 +434,7 @@ async def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(
 
 
 @in_processes()
-async def test_a_log_that_has_lost_every_version_goes_on_with_its_only_checkpoint(a: Process, b: Process) -> None:
+async def test_a_log_without_versions_goes_on_with_its_only_checkpoint(a: Process, b: Process) -> None:
     """It is not taken for one of a model of which nothing was ever published."""
     await a.take()
     session = await publish(a.service)
@@ -468,7 +468,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_where_no_checkpoint_is_left_the_trainer_sends_every_row_once_an_operator_gives_up(tmp_path: Path) -> None:
+def test_without_checkpoints_the_trainer_sends_every_row_after_a_give_up(tmp_path: Path) -> None:
     async def scenario(a: Process, b: Process) -> None:
         await a.take()
         session = await publish(a.service)
@@ -547,7 +547,7 @@ def test_whatever_comes_between_the_rows_are_those_that_were_published(
 
 @pytest.mark.parametrize("broken", ["log", "place"])
 @in_processes()
-async def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
+async def test_taking_a_model_over_drops_nothing_that_cannot_be_read_now(
     a: Process, b: Process, broken: str
 ) -> None:
     """At whichever read it is: neither is a checkpoint passed over for it, nor a version given up."""
@@ -649,7 +649,7 @@ async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(
 
 
 @in_processes()
-async def test_a_first_cut_is_sealed_while_its_model_is_given_up_and_another_operation_ends(
+async def test_a_first_cut_is_sealed_while_its_model_is_given_up(
     a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To add its model, the cut waits for the lock of that operation, and so does who gives the model up."""

@@ -3,16 +3,17 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.support import flips
 from tests.support.damage import flipped
-from tests.support.local_service import check, opened
+from tests.support.faults import failing
+from tests.support.local_service import check, faults_of, opened
 from tests.support.log import log_of
 
 from deltasync.base.events import Event, EventKind
-from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.records import key_of
 from deltasync.service.fsck import Checked
@@ -69,8 +70,7 @@ def _change_manifest(copy: Path, _: Service) -> None:
 
 def _change_value(database: bytes, key: bytes) -> Harm:
     def harm(_: Path, service: Service) -> None:
-        log = log_of(service)
-        assert isinstance(log, LmdbStore)
+        log: Any = log_of(service)
         with log._opened().begin(write=True, db=log._databases[database]) as txn:
             txn.put(key, flipped(bytes(txn.get(key) or b""), 100))
 
@@ -131,8 +131,6 @@ async def test_files_log_and_memory_are_read_while_the_service_goes_on(copy: Pat
 
 async def test_data_that_cannot_be_read_now_is_not_called_damaged(copy: Path) -> None:
     async with opened(copy) as service:
-        log = log_of(service)
-        assert isinstance(log, LmdbStore)
-        log._close_environment()
-        with pytest.raises(LogUnavailable, match="its disk refused a write"):
+        away = failing(LogUnavailable("its disk refused a write"))
+        with faults_of(service).log.replaced(items=away), pytest.raises(LogUnavailable, match="refused a write"):
             await check(service)

@@ -49,7 +49,7 @@ async def replica_of(service: Service, name: str) -> AsyncIterator[None]:
 
 
 @in_service()
-async def test_a_model_that_something_else_feeds_is_released_checkpointed_and_shown(
+async def test_a_model_with_another_feed_is_released_checkpointed_and_shown(
     service: Service, tmp_path: Path
 ) -> None:
     await service.consumers.create("plain", "clicks", Policy())

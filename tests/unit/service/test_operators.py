@@ -54,7 +54,7 @@ async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(servic
 
 
 @in_service()
-async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(
+async def test_a_configuration_that_was_applied_in_part_is_reported_as_such(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
@@ -176,7 +176,7 @@ async def test_a_deletion_does_not_wait_for_a_cut_that_cannot_be_applied(
 
 
 @in_service()
-async def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothing(
+async def test_a_rank_that_joins_while_its_model_is_deleted_publishes_nothing(
     service: Service, tmp_path: Path
 ) -> None:
     """Else the log would have versions of a model that is no more, for the next one of its name."""

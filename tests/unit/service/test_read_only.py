@@ -60,7 +60,7 @@ async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, t
 
 
 @in_service()
-async def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(service: Service) -> None:
+async def test_a_consumer_created_before_its_model_is_fed_once_it_is_published(service: Service) -> None:
     consumer = await service.consumers.create("top", "clicks", Policy(top_k=1))
     plain = await service.consumers.create("plain", "clicks", Policy())
 

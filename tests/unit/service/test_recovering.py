@@ -161,7 +161,7 @@ async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
 
 
 @pytest.mark.parametrize("kind", [PlaceFailed, LogUnavailable, NoTableMemory])
-async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_and_says_so(
+async def test_a_model_waits_for_its_checkpoints_its_log_or_memory_and_says_so(
     data_dir: Path, faults: Faults, kind: type[StorageFailed]
 ) -> None:
     asked, away, error = list[str](), [True], kind("away")
@@ -193,7 +193,7 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
-async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_nor_views(
+async def test_a_recovery_that_fails_late_leaves_neither_a_thread_nor_views(
     data_dir: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     reached, make_views = asyncio.Event(), Models.make_views
@@ -358,9 +358,7 @@ async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
         assert sorted(again.models) == ["fast", "slow"]
 
 
-async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
-    data_dir: Path, faults: Faults
-) -> None:
+async def test_a_model_that_waits_for_its_volume_lets_the_service_end(data_dir: Path, faults: Faults) -> None:
     path = data_dir / "checkpoints" / "slow"
     full = volume.refused("no room", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1 << 60)
     faults.log.hooks["items"] = failing(full, "cut/slow")

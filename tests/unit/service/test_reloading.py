@@ -184,7 +184,7 @@ async def test_a_cut_that_is_sealed_as_damage_is_found_is_not_lost(service: Serv
 
 
 @in_service()
-async def test_rows_that_were_damaged_before_the_log_had_them_come_from_the_trainer(service: Service) -> None:
+async def test_rows_that_the_log_has_damaged_come_from_the_trainer(service: Service) -> None:
     """Else the model would be reloaded again and again."""
     session = await publish(service)
     await change(service, session, 2, [7, 8])
@@ -220,9 +220,7 @@ async def test_a_service_ends_while_a_model_is_reloaded(service: Service) -> Non
 
 
 @in_processes()
-async def test_the_owner_of_a_shared_log_reloads_its_model_and_another_process_can_take_it(
-    a: Process, b: Process
-) -> None:
+async def test_another_process_can_take_a_model_that_its_owner_has_reloaded(a: Process, b: Process) -> None:
     await a.take()
     session = await publish(a.service)
     await cut(session, 2, 7)

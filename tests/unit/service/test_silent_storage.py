@@ -138,7 +138,7 @@ def test_nothing_else_waits_for_a_log_that_takes_no_writes(tmp_path: Path) -> No
     scenario(tmp_path, work)
 
 
-def test_a_call_beyond_its_deadline_is_an_error_and_an_event_and_later_ones_fail_at_once(
+def test_a_call_beyond_its_deadline_fails_and_later_ones_fail_at_once(
     tmp_path: Path, storage: ControlledStorage
 ) -> None:
     async def work(service: Service) -> None:
@@ -180,7 +180,7 @@ def test_a_service_ends_while_storage_is_silent(tmp_path: Path, storage: Control
         scenario(tmp_path, work, checkpoints=storage.url)
 
 
-def test_a_model_is_deleted_and_published_again_while_others_go_on_without_storage(
+def test_a_model_is_deleted_and_published_again_without_storage(
     tmp_path: Path, storage: ControlledStorage
 ) -> None:
     async def work(service: Service) -> None:
@@ -228,7 +228,7 @@ def test_a_checkpoint_is_complete_though_old_ones_cannot_be_removed(
     scenario(tmp_path, work, checkpoints=storage.url)
 
 
-async def test_a_damaged_model_waits_for_silent_storage_with_a_copy_while_others_serve(
+async def test_a_damaged_model_waits_for_silent_storage_while_others_serve(
     tmp_path: Path, storage: ControlledStorage
 ) -> None:
     data = tmp_path / "data"

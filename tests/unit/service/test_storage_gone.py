@@ -93,7 +93,7 @@ async def test_a_version_is_kept_in_storage_or_not_at_all(
 
 
 @in_service(checkpoints=URL)
-async def test_storage_that_goes_when_the_checkpoint_is_copied_leaves_nothing_kept(
+async def test_storage_that_fails_after_the_checkpoint_leaves_nothing_kept(
     service: Service, storage: ControlledStorage
 ) -> None:
     await publish(service)

@@ -91,7 +91,7 @@ async def test_where_there_is_no_room_tables_are_refused_with_both_numbers(tmp_p
             assert service.models["clicks"].position.number == 2
 
 
-async def test_a_model_that_finds_no_room_at_the_start_waits_for_it_and_keeps_no_other_waiting(
+async def test_a_model_without_memory_at_the_start_waits_and_others_do_not(
     tmp_path: Path,
 ) -> None:
     async with opened(tmp_path / "data") as service:

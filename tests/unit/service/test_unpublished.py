@@ -136,7 +136,7 @@ async def test_limits_of_models_and_of_bytes_are_kept(service: Service) -> None:
 
 
 @in_service()
-async def test_room_that_is_gone_by_the_time_of_the_cut_is_said_and_the_cut_comes_again(
+async def test_a_first_cut_without_memory_is_refused_and_comes_again(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stream(service) as session:
@@ -148,7 +148,7 @@ async def test_room_that_is_gone_by_the_time_of_the_cut_is_said_and_the_cut_come
         assert await send(session, full_part(1, ROWS, WHOLE))
 
 
-async def test_ranks_that_leave_before_their_first_cut_remove_no_copy_of_a_checkpoint(tmp_path: Path) -> None:
+async def test_ranks_that_leave_before_their_first_cut_remove_no_copies(tmp_path: Path) -> None:
     """It may be all that is left of a machine that was lost."""
     async with opened(tmp_path / "lost", checkpoints=str(tmp_path / "copies")) as service:
         await publish(service)
@@ -238,7 +238,7 @@ async def test_who_opens_what_a_shared_log_removes_waits_without_a_lock(tmp_path
 
 
 @in_service()
-async def test_ranks_that_contradict_each_other_are_refused_before_anything_is_there(service: Service) -> None:
+async def test_ranks_that_contradict_each_other_are_refused_and_leave_nothing(service: Service) -> None:
     other = [replace(USER, rows=60), ITEM]
     async with stream(service, world_size=2):
         with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):

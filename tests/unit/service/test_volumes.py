@@ -53,7 +53,7 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
 async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(service: Service) -> None:
     await service.consumers.create("early", "clicks", Policy())
     file = service.options.data_dir / "log" / "data.mdb"
-    service.volumes.note(refused("the log could not be written", file, OSError(28, "No space left on device")))
+    service.volumes.record(refused("the log could not be written", file, OSError(28, "No space left on device")))
     lag = await Answers(sources(service)).consumer("early")
     assert lag.state == "empty"
     assert "on volume 'log': No space left on device" in lag.reason
@@ -97,9 +97,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
 
 
 @in_service()
-async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_told_so(
-    service: Service, heads: Heads
-) -> None:
+async def test_a_log_that_can_be_neither_written_nor_read_is_reported(service: Service, heads: Heads) -> None:
     answers = Answers(sources(service))
     await publish(service)
     for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():

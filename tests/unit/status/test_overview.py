@@ -39,7 +39,7 @@ class Owning(Owners):
 
 
 @in_service()
-async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_wait(service: Service) -> None:
+async def test_consumers_of_a_model_that_is_being_taken_over_wait(service: Service) -> None:
     service.join(Owning(Member("a", "", "")))
     lines = consumer_statuses(service.models, service.registry, [])
     assert [(each.consumer, each.model, each.state, each.head) for each in lines] == [

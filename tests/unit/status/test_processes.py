@@ -37,7 +37,7 @@ class Expiring(Owners):
 
 
 @pytest.mark.parametrize("look", range(4))
-def test_every_process_and_every_model_is_listed_once_while_a_lease_expires(look: int) -> None:
+def test_processes_and_models_are_listed_once_while_a_lease_expires(look: int) -> None:
     lines = process_statuses(Expiring(look), [])
     assert [line.process for line in lines] == ["a", "b"]
     assert [model for line in lines for model in (*line.models, *line.unowned)] == ["clicks"]

@@ -127,7 +127,7 @@ async def test_who_has_every_release_is_as_late_as_what_was_published_since(
 
 
 @in_model()
-async def test_who_is_current_is_not_late_for_what_is_sealed_while_that_is_found_out(
+async def test_a_current_replica_is_not_late_for_a_version_sealed_meanwhile(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports are put together on another thread, from where things stood, with rows that the policy left."""
