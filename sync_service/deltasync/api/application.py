@@ -1,5 +1,6 @@
 """The HTTP application for operators: its routes, page and middlewares."""
 
+import asyncio
 import json
 import re
 import threading
@@ -28,7 +29,6 @@ from deltasync.api.overview_routes import event_routes, log_routes, overview_rou
 from deltasync.api.requests import BodyMiddleware
 from deltasync.base.errors import NotFound, NotPermitted
 from deltasync.base.process import built_version
-from deltasync.base.threads import in_own_thread
 from deltasync.cluster.owners import Owners
 from deltasync.service.models import Models
 from deltasync.status.answers import Sampler
@@ -201,7 +201,7 @@ def documentation_route(app: FastAPI) -> Route:
     document = app.openapi = _documented(app)  # type: ignore[method-assign]
 
     async def openapi(_request: Request) -> Response:
-        return JSONResponse(await in_own_thread(document))
+        return JSONResponse(await asyncio.to_thread(document))
 
     return Route("/openapi.json", openapi, include_in_schema=False)
 

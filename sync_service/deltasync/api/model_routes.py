@@ -1,5 +1,6 @@
 """Models, tables, ranks, versions, also kept ones, and pending deletes over HTTP."""
 
+import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from deltasync.access.roles import author
 from deltasync.api.operation_routes import Collaborators
 from deltasync.api.requests import DeleteBody, EncodedRoute, KeepBody, RollbackBody, while_wanted
 from deltasync.base.errors import NotFound
-from deltasync.base.threads import in_own_thread
 from deltasync.core.cut_times import KEPT_CUTS
 from deltasync.service.models import Models
 from deltasync.service.operators import PendingDelete, Removals
@@ -91,7 +91,7 @@ def model_routes(models: Models, removals: Removals, answers: Answers) -> APIRou
         if not lines:
             raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables lists its tables")
         consumers = await answers.consumers({line.model for line in lines})
-        return await in_own_thread(
+        return await asyncio.to_thread(
             lambda: [replace(line, consumers=_consumers(line, consumers)) for line in lines]
         )
 
@@ -107,7 +107,7 @@ def model_routes(models: Models, removals: Removals, answers: Answers) -> APIRou
         models.check_confirmed()
         every = [each for _, each in sorted(models.items())] if model is None else [models.model(model)]
         cuts = [cut for each in every for cut in last_cuts([each], last)]
-        return await in_own_thread(version_statuses, cuts)
+        return await asyncio.to_thread(version_statuses, cuts)
 
     @router.get("/deletes")
     async def deletes() -> list[DeleteStatus]:
@@ -165,7 +165,7 @@ def version_routes(on: Collaborators) -> APIRouter:
             return f"[{','.join(map(json.dumps, lines))}]"
 
         # In a thread, and line by line, because cuts must not wait for thousands of lines.
-        return Response(await in_own_thread(answer), media_type="application/json")
+        return Response(await asyncio.to_thread(answer), media_type="application/json")
 
     @router.post("/models/{name}/versions")
     async def keep(name: str, request: Request, body: KeepBody | None = None) -> KeptStatus:

@@ -12,7 +12,6 @@ from deltasync.api.errors import abort
 from deltasync.api.live_stream import LiveStream
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.events import EventKind, Events
-from deltasync.base.threads import in_own_thread
 from deltasync.core.position import Position
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.messages import check_close, check_counts, check_open
@@ -105,7 +104,7 @@ class _RankStream:
     async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
         self._model = message.model
         check_counts(message, self._limits)
-        opening = await in_own_thread(check_open, message, caller().name)
+        opening = await asyncio.to_thread(check_open, message, caller().name)
         self._limits.check("rows_per_table", max(table.rows for table in opening.tables))
         self._coordinator = await self._publishing.open(message.model)
         self._session = await open_session(self._coordinator, opening)

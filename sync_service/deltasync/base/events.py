@@ -118,7 +118,7 @@ class Events:
             try:
                 listener(event)
             except Exception:  # What the event reports goes on.
-                logger.exception("a listener for events failed at %s", kind.value)
+                logger.exception("a listener for events failed at %s", kind.label)
 
 
 # Kinds that repeat with each attempt of a peer or of this process.

@@ -155,9 +155,9 @@ def begin_in_thread(function: Callable[[], T]) -> "Future[T]":
 
 
 async def in_own_thread(function: Callable[..., T], *arguments: object, **keywords: object) -> T:
-    """Call a function in a thread of its own: the way in which coroutines of the service call whatever blocks.
+    """Call a function in a thread of its own, because it may wait for storage or a broker.
 
-    `asyncio.to_thread` has few threads, and all of them may wait for silent storage.
+    What only computes belongs in `asyncio.to_thread`, whose few threads bound the work that peers can ask for.
     """
     return await asyncio.wrap_future(
         begin_in_thread(partial(contextvars.copy_context().run, function, *arguments, **keywords))

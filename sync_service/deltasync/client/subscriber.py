@@ -359,6 +359,7 @@ class Subscriber:
                 requests.put(None)
                 self._call.cancel()
                 responses.close()
+                self._assembler = ReleaseAssembler(options.max_outstanding_bytes)  # Drop rows of half a release.
 
     def _hang_up(self) -> None:
         """Send a goodbye and end the requests."""

@@ -170,7 +170,7 @@ def may_publish(
             )
         if run.started_unix_ns != current.started_unix_ns:
             text = f"run {run.id} began at {current.started_unix_ns}, this rank reports {run.started_unix_ns}"
-            return Admission(False, f"{text}: all ranks of a run must report the same start")
+            return Admission(False, f"{text}: report the start of the run's first rank, or use a new run id")
         return Admission(True, f"run {run.id} is publishing")
     if _ahead(run, now_unix_ns):
         seconds = (run.started_unix_ns - now_unix_ns) // 10**9

@@ -364,7 +364,7 @@ class CutCoordinator:
         self._do(machine.SealFailed(current.number, error))
 
     async def _prepare(self, cut: Cut) -> tuple[str, ...]:
-        """Create the tables of a complete cut; returns those of which it has every row."""
+        """Create the tables of a complete cut; return the names of those that are complete in it."""
         if cut.unpublished:  # With many shards, this takes long.
             await asyncio.to_thread(cut.check_coverage)
         if self.model.position.number < (newest := self.model.seals.newest_version):
@@ -394,7 +394,8 @@ class CutCoordinator:
             self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
             self.events.emit(EventKind.CUT_SEALED, model=self.model.name, version=seal.version, rows=seal.rows)
         except Exception as error:  # noqa: BLE001  # the cut counts all the same
-            self.report_failed(f"version {seal.version} is sealed, but not all of its effects are noted", error)
+            text = f"version {seal.version} is sealed, but not all of its effects are noted"
+            self.events.emit(EventKind.FAILED, text, error, model=self.model.name)
 
     def report_failed(self, what: str, error: Exception) -> None:
         """Report an error in the model's status and as an event."""

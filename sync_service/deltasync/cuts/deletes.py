@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 from deltasync.base.events import EventKind, Events
+from deltasync.base.threads import in_own_thread
 from deltasync.base.words import are, counted
 from deltasync.core.rows import DeleteRequest, Ids, distinct, row_ids
 from deltasync.core.tables import TableSpec
@@ -17,7 +18,7 @@ from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
 # Maximum number of ids of a model's pending or finished deletes, which stay in memory.
-_MOST_IDS = 1_000_000
+_MOST_PENDING_IDS = 1_000_000
 # Maximum number of ids in one request.
 MOST_IDS = 100_000
 
@@ -38,11 +39,11 @@ class PendingDeletes:
         self._events = events
         self.requests: dict[int, DeleteRequest] = {}
         self.done = DoneDeletes(log, model)
-        self.most_ids, self.handed_ids = _MOST_IDS, 131_072
+        self.most_ids, self.handed_ids = _MOST_PENDING_IDS, 131_072
 
     async def recover(self) -> None:
         """Read the requests from the log, in another thread, because they may have millions of ids."""
-        recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
+        recorded = await in_own_thread(_recorded, self._log, self._record_name(""))
         self.requests = {each.number: each for each, _ in recorded}
         await self.done.recover()
 
@@ -143,7 +144,7 @@ class DoneDeletes:
     """The newest finished deletes of a model, with `most_ids` ids at most. Used in the event loop."""
 
     def __init__(self, log: LogStore, model: str) -> None:
-        self._log, self._model, self.most_ids = log, model, _MOST_IDS
+        self._log, self._model, self.most_ids = log, model, _MOST_PENDING_IDS
         # By number, in the order in which they finished, with the versions that carried them.
         self._requests: dict[int, tuple[DeleteRequest, int]] = {}
 
@@ -153,7 +154,7 @@ class DoneDeletes:
 
     async def recover(self) -> None:
         """Read the finished deletes from the log, in another thread."""
-        recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
+        recorded = await in_own_thread(_recorded, self._log, self._record_name(""))
         self._requests = {each[0].number: each for each in recorded}
 
     def note(self, request: DeleteRequest, version: int) -> "asyncio.Future[None]":

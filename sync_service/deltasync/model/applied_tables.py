@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from deltasync.base.errors import RunRefused, ServiceUnavailable, StorageFailed
-from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
+from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined, in_own_thread
 from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import TableKey
 from deltasync.checkpoints.writing import SourceTable
@@ -244,7 +244,7 @@ class AppliedTables:
         """Remove a table, between cuts and while no rank publishes it."""
         async with self._open():
             specs = {table.spec.name: table.spec for table in self if table.spec.name != name}
-            await asyncio.to_thread(self._store.describe, specs, {}, {name: self._seals.newest_version})
+            await in_own_thread(self._store.describe, specs, {}, {name: self._seals.newest_version})
             (gone,) = (table for table in self if table.spec.name == name)
             gone.removed = True
             self._replace([table for table in self if table is not gone])

@@ -45,6 +45,8 @@ from deltasync.model.releases import BLOCK_BYTES, NO_TABLES, FrozenRelease, Head
 
 T = TypeVar("T")
 _RELEASE_MEMORY_BYTES = 64 << 20
+# How long a cancelled commit waits for the log, to learn whether its cut counts.
+_LAST_ANSWER_SECONDS = 10.0
 
 
 def _go_on() -> None:
@@ -193,15 +195,15 @@ class Model:
         """
         seal = cut.seal
         sealed, apply = self.store.seal(seal, cut.unwritten), partial(self._apply_and_release, seal, cut.rows)
-        # The loop waits first, so that it has the seal before the model's thread changes a row.
+        # Wait for the log first: then the loop is woken before the model's thread begins to apply.
         waiting = asyncio.wrap_future(sealed)
         applied: Future[FrozenRelease | None] | None = after(sealed, self._thread, apply)
         try:
             await asyncio.shield(waiting)
         finally:  # Even if this task is cancelled: only the log knows whether the cut counts.
             if not waiting.done():
-                await asyncio.wait([waiting])
-            if not waiting.exception():
+                await asyncio.wait([waiting], timeout=_LAST_ANSWER_SECONDS)
+            if waiting.done() and not waiting.exception():
                 durable()
                 self.seals.append(seal)
                 self.tables.published |= {table.name: table.rows for table in cut.tables}

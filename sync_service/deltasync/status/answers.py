@@ -56,7 +56,7 @@ class Answers:
         self._sources.models.check_recovered(consumer.model)
         async with self._lags:
             status = self._status(consumer)
-            return await in_own_thread(report, consumer.copy(), status, time.time_ns())
+            return await asyncio.to_thread(report, consumer.copy(), status, time.time_ns())
 
     async def changed(self, name: str) -> ConsumerStatus:
         """The status of a consumer after a change, also while its model is recovering."""
@@ -70,7 +70,7 @@ class Answers:
         """The status of all consumers, or those of some models, by name. Recovering models are left out."""
         async with self._lags:
             statuses, now_ns = await self._statuses(models), time.time_ns()
-            return await in_own_thread(lambda: [report(*each, now_ns) for each in statuses])
+            return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in statuses])
 
     async def listed(self) -> list[ConsumerStatus]:
         """The consumers of this process as in a list, with those of recovering models."""
@@ -94,7 +94,7 @@ class Answers:
         """The metrics as Prometheus text."""
         now = time.monotonic()
         if self._exposition is None or (self._exposition.done() and now >= self._begun + self._metrics_seconds):
-            computed = in_own_thread(exposition, self._figures(), time.time_ns())
+            computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
             self._exposition, self._begun = asyncio.create_task(computed), now
         return await asyncio.shield(self._exposition)
 
@@ -170,7 +170,7 @@ class Sampler:
     async def _sample(self) -> None:
         overview = await self.look()
         self.histories.add(overview.unix_ms, overview.consumers)
-        self._bytes = await in_own_thread(_written, overview) if self._watchers else b""
+        self._bytes = await asyncio.to_thread(_written, overview) if self._watchers else b""
         self._signal.wake()
 
     async def look(self) -> Overview:
@@ -187,7 +187,7 @@ class Sampler:
     async def _look(self) -> Overview:
         sources, models = self.sources, self.sources.models
         consumers = await self.answers.listed()
-        cuts = await in_own_thread(version_statuses, last_cuts(models.values(), CUTS))
+        cuts = await asyncio.to_thread(version_statuses, last_cuts(models.values(), CUTS))
         volumes = await in_own_thread(volume_statuses, sources.volumes.all)
         return Overview(
             unix_ms=time.time_ns() // 10**6,

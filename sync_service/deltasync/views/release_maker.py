@@ -148,8 +148,13 @@ class ReleaseMaker:
             self.history.add(state.head, -FOREVER_NS)
             self._log.note(state.record)  # It may exist only in a checkpoint.
 
-    async def plan(self, reason: str, forms: Iterable[tuple[StampedTable, TableForm]], **what: Any) -> ReleasePlan:
-        """Plan a release of tables, each in its form, and `what` else. Allocate those that the view lacks."""
+    async def plan(
+        self, reason: str, forms: Iterable[tuple[StampedTable, TableForm]], **fields: Any
+    ) -> ReleasePlan:
+        """Plan a release of tables, each in its form. Allocate those that the view lacks.
+
+        `fields` are further fields of the plan.
+        """
 
         def allocate() -> ReleasePlan:
             tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
@@ -162,7 +167,7 @@ class ReleaseMaker:
                     table = ViewTable(source, form, self._model.memory)
                     new.append(table)
                 tables.append(table)
-            return ReleasePlan(reason, tuple(tables), tuple(new), tuple(growth), **what)
+            return ReleasePlan(reason, tuple(tables), tuple(new), tuple(growth), **fields)
 
         return await asyncio.to_thread(allocate)
 

@@ -101,8 +101,8 @@ class DirtySet:
         return DirtySet(self.ids, self.norms, since, self.flags)
 
     def without(self, ids: Ids) -> "DirtySet":
-        """The set without these rows ([m], strictly ascending); unknown ones are ignored."""
-        if len(ids) in (0, len(self)):  # Only dirty rows are removed.
+        """The set without these dirty rows ([m], strictly ascending)."""
+        if len(ids) in (0, len(self)):
             return NONE_DIRTY if len(ids) else self
         to = _room(len(self))
         return to._first(dirty_rows.remove(*self._columns, ids, *to._columns))

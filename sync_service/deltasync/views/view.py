@@ -272,7 +272,7 @@ class View:
             self._signal.wake()
             raise
         self.trouble = ""
-        await self.maker.make(plan)
+        await self._make(plan)
 
     async def make_release(
         self, policy: Policy, overdue_version: int, goes_on: GoesOn = lambda: True, reason: str = ""
@@ -280,7 +280,7 @@ class View:
         """Make the next release by the policy, with the present tables; first, one that the log refused."""
         await self.maker.finish()
         if self.state.head:
-            await self.maker.make(ReleasePlan(reason, self.state.tables, (), (), policy, overdue_version, goes_on))
+            await self._make(ReleasePlan(reason, self.state.tables, (), (), policy, overdue_version, goes_on))
 
     async def go_to(self, follows: Follow, policy: Policy, goes_on: GoesOn, reason: str) -> None:
         """Make the release that brings replicas to a kept version, whatever the policy holds back. Until then, the
@@ -294,7 +294,11 @@ class View:
             return
         what = {"policy": policy, "goes_on": goes_on, "kept": follows.kept, "kept_tables": kept}
         forms = [(table, policy.form_of(table.spec)) for table in kept.values()]
-        await self.maker.make(await self.maker.plan(reason, forms, **what))
+        await self._make(await self.maker.plan(reason, forms, **what))
+
+    async def _make(self, plan: ReleasePlan) -> None:
+        await self.maker.make(plan)
+        self._signal.wake()  # If there was nothing to release, replicas learn that they are current.
 
     def _changed(self, release: FrozenRelease | None) -> None:
         """Wake replicas that may wait for a release. Those at the one before get `release`."""

@@ -57,6 +57,16 @@ async def test_the_backlog_of_a_table_goes_with_the_table(local: LocalModel) -> 
     assert not is_due(view, narrow)
 
 
+async def test_replicas_learn_that_there_was_nothing_to_release(local: LocalModel) -> None:
+    items = Policy(tables=("item",), top_k=1)
+    view = await local.prepared_view(items)
+    await local.cut(changed(1, USER, 3, 4))
+    before, news = view.position, asyncio.ensure_future(view.changed())
+    await view.make_release(items, 0)
+    await asyncio.wait_for(news, 20)
+    assert view.position == before
+
+
 async def lag_at(view: View, release: int) -> ConsumerStatus:
     """Of a consumer whose replica holds that release."""
     replica = Replica("a", Position(view.history, release), stream=asyncio.Event(), checked=True)

@@ -130,7 +130,7 @@ class _Stored:
         """Write this rank's share into the model, on a CPU or GPU."""
         for tracked in table.shards:
             for rows, values in self._blocks(tracked.shard):
-                # Autograd does not notice writes to `data`; see `row_reset`.
+                # Autograd does not notice writes to `data`; see the resets in `tracking/shards.py`.
                 tracked.weight.data[rows].copy_(values)
 
     def share(self, table: TrackedTable) -> torch.Tensor:
