@@ -239,20 +239,6 @@ def test_no_more_is_sent_than_the_budget_allows(
         assert 0 < outstanding <= at_most
 
 
-@pytest.mark.parametrize("budget", [1, 150, 700, 4096])
-@pytest.mark.usefixtures("small_chunks")
-def test_what_is_acknowledged_may_be_sent_again(running: RunningService, rank: RankStream, budget: int) -> None:
-    """A replica that acks as late as it may, when one more chunk might not fit, is given everything."""
-    with ReplicaStream(running.grpc, budget=budget) as replica:
-        received = acked = 0
-        while not isinstance(message := replica.until("chunk", "release_end"), subscribe_pb2.ReleaseEnd):
-            received += size_of([message.rows])
-            if received - acked + 100 > budget:
-                replica.send(ack(received))
-                acked = received
-        assert received == EVERYTHING
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_a_replica_that_never_acks_slows_only_itself(running: RunningService, rank: RankStream) -> None:
     with (
@@ -395,17 +381,6 @@ def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: Running
             assert "a newer stream of replica 'p0'" in details
             (line,) = running.get_json("/consumers")[:1]
             assert (line["fleet"], line["connected"]) == (1, 1)
-
-
-def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, rank: RankStream) -> None:
-    """Its process may be gone, and the newer one holds less."""
-    with ReplicaStream(running.grpc) as older:
-        older.release()
-        with ReplicaStream(running.grpc) as newer:
-            newer.release()
-            older.send(ack(0, Position(running.get_json("/consumers/predictors")["history"], 1)))
-            older.refusal()
-            assert offset_of(running, "p0") == 0
 
 
 def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStream) -> None:

@@ -163,12 +163,12 @@ def test_a_damaged_log_record_stays_until_the_trainer_replaces_it(
             ).keys()
             change_value(directory, "records", record, 99)
     change_value(directory, "records", record, 99)
-    with running(data_dir) as service, Resending(service, written) as trainer:
-        assert trouble(service) == ""
+    with running(data_dir) as again, Resending(again, written) as trainer:
+        assert trouble(again) == ""
         assert trainer.go_on().number == 5
-        assert check_replicas(service, written, lambda _: trainer.rows) == 5
-    with running(data_dir) as service:
-        assert check_replicas(service, written, lambda _: trainer.rows) == 5
+        assert check_replicas(again, written, lambda _: trainer.rows) == 5
+    with running(data_dir) as last:
+        assert check_replicas(last, written, lambda _: trainer.rows) == 5
 
 
 def as_later_manifest(data_dir: Path) -> str:
