@@ -170,12 +170,13 @@ _MOST_SHARES = 4
 _LEAST_ROWS = 1 << 16
 
 
-def in_shares(work: Callable[[slice], None], rows: int) -> None:
+def in_shares(work: Callable[[slice], None], rows: int, cores: int | None = None) -> None:
     """Split rows into shares and process them on several cores. Return when all are done. Any thread.
 
-    `work` must release the GIL most of the time.
+    `work` must release the GIL most of the time. `cores` defaults to those of this process.
     """
-    count = max(1, min(rows // _LEAST_ROWS, _cores(), _MOST_SHARES))
+    cores = cores or len(os.sched_getaffinity(0))
+    count = max(1, min(rows // _LEAST_ROWS, cores, _MOST_SHARES))
     first, *others = (slice(rows * share // count, rows * (share + 1) // count) for share in range(count))
     futures = [_threads().submit(work, share) for share in others]
     try:
@@ -185,10 +186,6 @@ def in_shares(work: Callable[[slice], None], rows: int) -> None:
     for error in errors:
         if error:
             raise error
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 @lru_cache(1)

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_for
 
 from deltasync.access.rights import need_of_request
 from deltasync.base.events import RecentEvents
+from deltasync.base.process import built_commit
 from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.cut_times import SERVICE_PARTS
@@ -267,13 +268,4 @@ def test_which_deltasync_answers(service: RunningService) -> None:
     assert found["version"]
     formats = {"protocol": PROTOCOL, "log": records.FORMAT, "checkpoint": manifest.FORMAT}
     assert found["formats"] == formats
-
-
-@pytest.mark.parametrize("commit", ["0123abc-dirty", ""], ids=["known", "unknown"])
-def test_a_service_names_its_commit_if_it_is_known(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch, commit: str
-) -> None:
-    monkeypatch.setattr("deltasync.api.overview_routes.built_commit", lambda: commit)
-    found = service.get_json("/version")
-    assert (found.get("commit", ""), "commit" in found) == (commit, bool(commit))
-    assert found["version"]
+    assert (found.get("commit", ""), "commit" in found) == (built_commit(), bool(built_commit()))

@@ -1,8 +1,5 @@
 """Releases, credit and acks, as a raw replica sees them."""
 
-import gc
-import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,13 +27,10 @@ from deltasync.api.acks import AHEAD
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.model.model import Model
-from deltasync.model.releases import FrozenRelease, Releases, freeze
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
 from deltasync.wire.messages import position_from_message
 
-ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 
 
@@ -245,20 +239,6 @@ def test_no_more_is_sent_than_the_budget_allows(
         assert 0 < outstanding <= at_most
 
 
-@pytest.mark.parametrize("budget", [1, 150, 700, 4096])
-@pytest.mark.usefixtures("small_chunks")
-def test_what_is_acknowledged_may_be_sent_again(running: RunningService, rank: RankStream, budget: int) -> None:
-    """A replica that acks as late as it may, when one more chunk might not fit, is given everything."""
-    with ReplicaStream(running.grpc, budget=budget) as replica:
-        received = acked = 0
-        while not isinstance(message := replica.until("chunk", "release_end"), subscribe_pb2.ReleaseEnd):
-            received += size_of([message.rows])
-            if received - acked + 100 > budget:
-                replica.send(ack(received))
-                acked = received
-        assert received == EVERYTHING
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_a_replica_that_never_acks_slows_only_itself(running: RunningService, rank: RankStream) -> None:
     with (
@@ -326,18 +306,6 @@ def test_a_busy_replica_is_told_that_there_is_more(running: RunningService, rank
         assert (ids_of(rows), end.position.version) == ([5], 5)
 
 
-def test_a_busy_replica_is_repaired_and_damaged_once(running: RunningService, rank: RankStream) -> None:
-    """By every release under way it holds other rows than it was sent, for one reason."""
-    with ReplicaStream(running.grpc) as replica:
-        for applied in be_busy(rank, replica):
-            replica.send(wrong_ack(applied))
-        rows, end = replica.release()
-        assert (len(ids_of(rows)), end.position.version) == (USER.rows, 4)
-        while (line := lag_of(running)["replicas"][0])["unacked"] != 1:
-            pass
-        assert (line["state"], line["damages"]) == ("damaged", 1)
-
-
 def be_busy(rank: RankStream, replica: ReplicaStream) -> list[Position]:
     """Have a replica take as many releases as it may without an ack; their positions."""
     ends = [replica.release()[1]]
@@ -402,62 +370,6 @@ def test_who_was_sent_the_newest_waits_for_no_end_of_a_pause(running: RunningSer
         assert (len(ids_of(rows)), line["state"], line["waits_for"]) == (USER.rows, "damaged", "")
 
 
-def test_bytes_may_be_acknowledged_before_what_they_are_of(running: RunningService, rank: RankStream) -> None:
-    with ReplicaStream(running.grpc) as replica:
-        _, end = replica.release()
-        replica.send(ack(EVERYTHING), ack(0, position_from_message(end.position)))
-        while (line := lag_of(running)["replicas"][0])["offset"] != 1:
-            pass
-        assert line["unacked"] == 0
-
-
-@UNASKED
-def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was made of a version that came while it was asked for, and that the replica is kept from."""
-    began, asked = threading.Event(), threading.Event()
-    apply, get = Model._apply_and_release, Releases.get
-
-    def apply_once_asked(self: Model, *arguments: Any) -> Any:
-        began.set()
-        assert asked.wait(20)
-        return apply(self, *arguments)
-
-    def get_and_say(self: Releases, *arguments: Any) -> Any:
-        found = get(self, *arguments)
-        asked.set()
-        return found
-
-    with ReplicaStream(running.grpc) as replica:
-        _, end = replica.release()
-        admin_of(running).pause_consumer("predictors")
-        monkeypatch.setattr(Model, "_apply_and_release", apply_once_asked)
-        monkeypatch.setattr(Releases, "get", get_and_say)
-        rank.send(*part(2, [(0, [2], ONE)]))
-        assert began.wait(20)
-        replica.send(wrong_ack(position_from_message(end.position)))
-        rank.sealed()
-        while lag_of(running)["head"] != 2:
-            pass
-        admin_of(running).resume_consumer("predictors")
-        rows, end = replica.release()
-        assert (len(ids_of(rows)), end.position.version) == (USER.rows, 2)
-
-
-def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:
-    with ReplicaStream(running.grpc) as replica:
-        rows, _ = replica.release()
-        first = Position(running.get_json("/consumers/predictors")["history"], 1)
-        second = publish(rank, 2, 3)
-        more, _ = replica.release()
-        replica.send(ack(size_of(rows), first), ack(size_of([*rows, *more]), second))
-        replica.send(ack(size_of(rows), first), ack(size_of([*rows, *more]), second), ack(5), ack(0, first))
-        replica.end()
-        assert replica.refusal()[0] is grpc.StatusCode.OK
-    assert offset_of(running, "p0") == 2
-
-
 @UNASKED
 def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as older:
@@ -471,17 +383,6 @@ def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: Running
             assert (line["fleet"], line["connected"]) == (1, 1)
 
 
-def test_the_ack_of_a_replaced_stream_does_not_count(running: RunningService, rank: RankStream) -> None:
-    """Its process may be gone, and the newer one holds less."""
-    with ReplicaStream(running.grpc) as older:
-        older.release()
-        with ReplicaStream(running.grpc) as newer:
-            newer.release()
-            older.send(ack(0, Position(running.get_json("/consumers/predictors")["history"], 1)))
-            older.refusal()
-            assert offset_of(running, "p0") == 0
-
-
 def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc, replica="gone") as replica:
         _, end = replica.release()
@@ -491,23 +392,3 @@ def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStre
     while running.get_json("/consumers/predictors")["state"] != "away":
         pass
     assert rows_of(running).keys() == {USER.name, ITEM.name}
-
-
-@WATCHFUL
-def test_an_idle_replica_keeps_no_release_alive(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    releases: list[weakref.ref[FrozenRelease]] = []
-
-    def noted(*arguments: Any) -> FrozenRelease:
-        frozen = freeze(*arguments)
-        releases.append(weakref.ref(frozen))
-        return frozen
-
-    monkeypatch.setattr("deltasync.model.releases.freeze", noted)
-    with ReplicaStream(running.grpc) as replica:
-        replica.release()
-        for _ in range(3):  # It hears that the stream is alive.
-            assert replica.until("progress").head.version == 1
-        gc.collect()
-        assert [release() for release in releases] == [None]

@@ -60,17 +60,6 @@ def test_the_newest_time_of_all_ranks_reaches_a_predictor(running: RunningServic
                 assert (reading.position, reading.event_time_unix_ns) == (position, 9), "a run forgets no event"
 
 
-def test_a_new_run_says_its_own(running: RunningService) -> None:
-    target = NumpyTarget()
-    with subscriber(running, target) as replica:
-        for run, event_time in ((1, 50), (2, 40), (3, None)):
-            with RankStream(running.grpc, run=f"run-{run}", started=run) as rank:
-                rank.opened()
-                rank.send(*at(full_part(1, random_rows(run), WHOLE), event_time))
-                replica.wait_for(rank.sealed(), 20)
-            assert replica.event_time_unix_ns == event_time, "which may have begun from older weights"
-
-
 def test_lag_and_metrics_tell_how_old_the_newest_event_is(running: RunningService) -> None:
     now = time.time_ns()
     with RankStream(running.grpc) as rank:
@@ -93,29 +82,6 @@ def test_lag_and_metrics_tell_how_old_the_newest_event_is(running: RunningServic
         assert behind == [pytest.approx(100, abs=30)] * 2
 
 
-def test_what_nobody_says_is_nowhere(running: RunningService) -> None:
-    target = NumpyTarget()
-    with RankStream(running.grpc) as rank, subscriber(running, target) as replica:
-        rank.opened()
-        rank.send(*at(full_part(1, random_rows(0), WHOLE), None))
-        replica.wait_for(rank.sealed(), 20)
-        assert replica.event_time_unix_ns is target.event_time_unix_ns is None
-        lag = wait_for_lag(running, "predictors", lambda lag: lag["offset"] == 1)
-        assert lag["head_seconds_behind_events"] is None
-        assert lag["lag"]["seconds_behind_events"] is None
-        assert not SAMPLES & samples_of(running).keys()
-
-
-def test_an_event_in_the_future_is_no_negative_lag(running: RunningService) -> None:
-    with RankStream(running.grpc) as rank:
-        rank.opened()
-        rank.send(*at(full_part(1, random_rows(0), WHOLE), time.time_ns() + 3600 * SECOND))
-        rank.sealed()
-        lag = wait_for_lag(running, "predictors", lambda lag: lag["head"] == 1)
-        assert lag["head_seconds_behind_events"] == 0.0
-        assert lag["lag"]["seconds_behind_events"] is None, "nobody holds anything yet"
-
-
 def test_releases_of_a_policy_and_progress_after_them_tell_it(running: RunningService) -> None:
     admin_of(running).create_consumer("item", "clicks", Policy(tables=("*item",)))
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="item") as replica:
@@ -130,14 +96,3 @@ def test_releases_of_a_policy_and_progress_after_them_tell_it(running: RunningSe
         while (progress := replica.until("progress")).version != 2:
             pass
         assert progress.event_time_unix_ns == 6
-
-
-def test_a_time_that_is_none_is_refused(running: RunningService) -> None:
-    with RankStream(running.grpc) as rank:
-        rank.opened()
-        rank.send(*at(full_part(1, random_rows(0), WHOLE), -5))
-        code, text = rank.refusal()
-        assert (code.name, text) == (
-            "INVALID_ARGUMENT",
-            "event_time_unix_ns: -5, expected whole nanoseconds since 1970, or None",
-        )

@@ -35,16 +35,16 @@ from deltasync.client import (
 from deltasync.core.table_form import value_type_of
 
 WAIT = 20.0
-USER = TableSpec("user", 17_000, 256)
+USER = TableSpec("user", 17_000, 128)
 ITEM = TableSpec("item", 10_000, 16, np.dtype("<f2"))
 ITEM_IDS = TableSpec("item/ids", ITEM.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, of="item")
 OVER = TableSpec("over.weight", 4, 8, kind=TableKind.PARAMETER)
 CHANGED = {"user": 60, "item": 60}
 MORE_ROWS = 500
 # Small against the tables: what is sent of them whole is sent while they go on changing.
-SETTINGS = ("--release-memory-bytes", "1048576", "--checkpoint-bytes", "2000000")
+SETTINGS = ("--release-memory-bytes", "1048576", "--checkpoint-bytes", "1000000")
 
-OUTSTANDING_BYTES = 4 << 20
+OUTSTANDING_BYTES = 2 << 20
 MOST_FLEETS = 9
 # Where releases are rare, a change of policy comes many versions after the last one, and the next one is not made
 # yet when replicas are back that have to connect again for other tables.
@@ -59,7 +59,7 @@ COMPLETE = {
 RANKED = {
     "each": Policy(top_k=100, top_k_per_table=True, max_age_seconds=RARELY, min_interval_seconds=RARELY),
     "share": Policy(top_k=0.8, value_type=ValueType.INT8, min_interval_seconds=RARELY),
-    "bytes": Policy(max_bytes=100_000, value_type=ValueType.FP16),
+    "bytes": Policy(max_bytes=50_000, value_type=ValueType.FP16),
     "items": Policy(tables=("item",), top_k=40, max_age_seconds=1.0),
 }
 KINDS = {**COMPLETE, **RANKED, "ids": Policy(mode=Mode.IDS)}

@@ -120,8 +120,12 @@ def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscri
 
 @pytest.mark.parametrize(
     ("options", "kills"),
-    [((), 3), pytest.param(("--table-memory", "{}/scratch"), 2, marks=pytest.mark.nightly)],
-    ids=["memory", "files"],
+    [
+        ((), 2),
+        pytest.param((), 6, marks=pytest.mark.nightly),
+        pytest.param(("--table-memory", "{}/scratch"), 2, marks=pytest.mark.nightly),
+    ],
+    ids=["memory", "more kills", "files"],
 )
 def test_nothing_acknowledged_is_lost(tmp_path: Path, options: tuple[str, ...], kills: int) -> None:
     rng = random.Random(5)

@@ -1,7 +1,5 @@
 """A model that changes from run to run: its tables grow, and replicas that follow lose nothing."""
 
-import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,12 +14,10 @@ from tests.support.fleet import (
     WAIT,
     Recorder,
     Trainer,
-    admin_of,
     follow,
     wait_for_lag,
     wait_until_in_sync,
 )
-from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.wire import random_rows
 from torch import nn
@@ -121,33 +117,6 @@ def test_a_smaller_run_is_refused_and_replicas_go_on(ranked: RunningService) -> 
         head = trainer.change(5)
         replica.wait_for(head, WAIT)
         assert target.bytes() == trainer.expected()
-
-
-def test_nothing_is_lost_by_kills_while_tables_grow(tmp_path: Path) -> None:
-    """Each run has larger tables; the service is killed again and again while they grow."""
-    chance = random.Random(3)
-    tables = [replace(USER, rows=2000), ITEM]
-    plain, coded = Recorder(), Recorder()
-    with ServiceProcess(tmp_path / "data") as service:
-        for consumer, policy in (("plain", Policy()), ("coded", POLICIES["ranked"])):
-            admin_of(service).create_consumer(consumer, "clicks", policy)
-        with follow(service, "plain", "a", plain), follow(service, "coded", "a", coded):
-            for number in range(1, 4):
-                tables = [replace(table, rows=table.rows * 2) for table in tables]
-                with Trainer(service.grpc, tables, run=f"run-{number}", started=number, seed=number) as trainer:
-                    heads: list[Position] = []
-                    training = threading.Thread(target=lambda: heads.append(trainer.publish_all()))  # noqa: B023
-                    training.start()
-                    for _ in range(2):
-                        time.sleep(chance.uniform(0, 0.05))  # Anywhere in what the service does for the run.
-                        service.kill()
-                        service.start()
-                    training.join(WAIT)
-                    for consumer in ("plain", "coded"):
-                        lag = wait_until_in_sync(service, consumer, heads[0])
-                        assert lag["damages"] == 0
-                    assert plain.bytes() == trainer.expected()
-                    assert coded.bytes() == trainer.expected(ValueType.INT8)
 
 
 def test_a_module_that_lacks_what_is_new_follows_the_rest_and_lag_names_it(ranked: RunningService) -> None:

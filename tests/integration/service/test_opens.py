@@ -68,8 +68,8 @@ def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
         with RankStream(service.grpc) as stream:
             stream.publish_all()
         before, busy, free = costs(service), threads(service), free_bytes(volume)
-        for number in range(700):
-            model = f"m{number % 600}"
+        for number in range(210):
+            model = f"m{number % 180}"
             kind = number % 3
             if kind == 0:
                 with RankStream(service.grpc, model=model, tables=[TERABYTES], shards=[]) as stream:
@@ -97,7 +97,7 @@ def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
         }
 
 
-@pytest.mark.parametrize("messages", [0, 1, 2])
+@pytest.mark.parametrize("messages", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (0, 1)), 2])
 def test_a_service_killed_before_a_models_first_seal_starts_without_it(tmp_path: Path, messages: int) -> None:
     """After the open, and after rows and a close of one of two ranks."""
     shard = Shard(USER, 0, 25, 0, 4)

@@ -1,5 +1,6 @@
 """The service's own probe: a row that goes all the way, again and again."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,11 +82,20 @@ def test_a_probe_whose_consumer_is_deleted_has_another_one(tmp_path: Path) -> No
         service.wait_for(lambda probe: probe["turns"] > failed["turns"] and not probe["trouble"])
 
 
-def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ProbedService(tmp_path / "data") as service:
-        with monkeypatch.context() as patch:
-            patch.setattr(Probe, "_part", lambda *_: 1 // 0)
-            service.wait_for(lambda probe: "ZeroDivisionError" in probe["trouble"])
+def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path) -> None:
+    broken = threading.Event()
+    broken.set()
+
+    class Broken(Probe):
+        def _part(self, *arguments: Any) -> Any:
+            return 1 // 0 if broken.is_set() else super()._part(*arguments)
+
+    def begin(address: str, status: ProbeStatus) -> Probe:
+        return Broken(lambda: Endpoint(address), 0.05, status)
+
+    with ProbedService(tmp_path / "data", begin) as service:
+        service.wait_for(lambda probe: "ZeroDivisionError" in probe["trouble"])
+        broken.clear()
         service.wait_for(lambda probe: probe["turns"] > 0 and not probe["trouble"])
 
 

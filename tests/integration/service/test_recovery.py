@@ -3,13 +3,13 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from tests.support.faults import Faults, Hook
 from tests.support.fleet import AT_ONCE
 from tests.support.local_service import opened, send, view_of
 from tests.support.mortal_place import PowerCuts
@@ -24,6 +24,7 @@ from deltasync.core.value_types import ValueType
 from deltasync.cuts.messages import check_open
 from deltasync.cuts.session import PublishSession, open_session
 from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore, Submitted
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2
 from deltasync.views.view import View
@@ -87,29 +88,36 @@ class Camera:
         self.images.append(Image(path, moment, self.acknowledged, self.released))
         return path
 
-    def watch(self, patch: pytest.MonkeyPatch) -> None:
-        put = Place.put
+    def put(self, call: Hook, place: Place, name: str, content: bytes | memoryview) -> None:
+        with self.still:
+            self.half(Path(place.url) / f"{name}{UNFINISHED}", content)
+            call(place, name, content)
+            self.both("after a file was written")
 
-        def putting(place: Place, name: str, content: bytes | memoryview) -> None:
-            with self.still:
-                self.half(Path(place.url) / f"{name}{UNFINISHED}", content)
-                put(place, name, content)
-                self.both("after a file was written")
+    def remove(self, call: Hook, place: Place, name: str) -> None:
+        with self.still:
+            call(place, name)
+            self.both("after a file was removed")
 
-        patch.setattr(Place, "put", putting)
-        self._after(patch, Place, "remove", "after a file was removed")
-        self._after(patch, LmdbStore, "_commit", "after a commit")
 
-    def _after(self, patch: pytest.MonkeyPatch, owner: type, name: str, moment: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
+class Watched(Faults):
+    """A log and places of which a camera takes images."""
 
-        def wrapped(*arguments: Any) -> Any:
-            with self.still:
-                result = original(*arguments)
-                self.both(moment)
-                return result
+    def __init__(self, camera: Camera) -> None:
+        super().__init__()
+        self._camera = camera
+        self.place.hooks |= {"put": camera.put, "remove": camera.remove}
 
-        patch.setattr(owner, name, wrapped)
+    def open_log(self, options: LogOptions) -> LogStore:
+        camera = self._camera
+
+        class WatchedLog(LmdbStore):
+            def _commit(self, batch: list[Submitted]) -> None:
+                with camera.still:
+                    super()._commit(batch)
+                    camera.both("after a commit")
+
+        return self.wrap(WatchedLog(options))
 
 
 def expected_rows() -> Versions:
@@ -145,7 +153,7 @@ async def held_by_replicas(view: View) -> Held:
 
 
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
-    async with opened(data_dir, keep_checkpoints=2, releases=AT_ONCE) as service:
+    async with opened(data_dir, faults=Watched(camera), keep_checkpoints=2, releases=AT_ONCE) as service:
         coordinator = await service.publishing.open("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
@@ -208,7 +216,6 @@ def test_every_acknowledged_version_and_release_survives_a_crash(
     versions = expected_rows()
     with monkeypatch.context() as patch:
         camera = Camera(tmp_path / "data", PowerCuts(patch, tmp_path / "data" / "checkpoints"))
-        camera.watch(patch)
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {
         f"{death} {moment}"

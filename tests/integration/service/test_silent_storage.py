@@ -50,6 +50,7 @@ def accepting() -> Iterator[tuple[str, threading.Event]]:
                 each.close()
 
 
+@pytest.mark.nightly
 def test_every_route_and_every_consumer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with accepting() as (url, asked):
         for name, value in (("ENDPOINT_URL", url), ("ACCESS_KEY_ID", "any"), ("SECRET_ACCESS_KEY", "any")):

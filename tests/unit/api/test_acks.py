@@ -8,7 +8,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
 
-from deltasync.api.acks import AHEAD, Acked, DeliveryTimes, SentRelease, SentReleases, check_ack
+from deltasync.api.acks import AHEAD, Acked, Credit, DeliveryTimes, SentRelease, SentReleases, check_ack
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import Consumer, Replica
@@ -239,3 +239,24 @@ def test_delivery_time_counts_each_release_once_and_ignores_guests(
 
     run(tmp_path, scenario)
     assert found == [(0, 0), (0, 0), (1, 1), (1, 1)]
+
+
+# Whether a replica still takes what it is sent.
+
+
+def test_one_that_takes_nothing_of_a_release_is_given_up() -> None:
+    patient, sending = Credit(1), Credit(1, quiet_seconds=-1.0)
+    with patient.going_on(), sending.going_on():
+        assert patient.decision.yes
+        assert not sending.decision.yes
+        assert sending.decision.reason == "it has received nothing of its release for 0 s"
+
+
+def test_one_that_is_sent_nothing_may_be_quiet() -> None:
+    """While its target applies a release, say, or while nothing is new."""
+    sending = Credit(1, quiet_seconds=-1.0)
+    sending.restart()
+    assert sending.decision.yes
+    with sending.going_on():
+        assert not sending.decision.yes
+    assert sending.decision.yes

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltasync.base import threads
 from deltasync.base.threads import (
     EVENT_LOOP,
     MODEL_PREFIX,
@@ -163,29 +162,26 @@ def test_failures_of_its_own_are_told(first: "Future[None]", ended: bool, error:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 65_535, 65_536, 131_072, 400_001])
-def test_each_row_is_in_one_share(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_cores", lambda: 3)
+def test_each_row_is_in_one_share(rows: int) -> None:
     done, some = np.zeros(rows, np.int64), list[slice]()
 
     def work(share: slice) -> None:
         done[share] += 1
         some.append(share)
 
-    in_shares(work, rows)
+    in_shares(work, rows, cores=3)
     assert (done == 1).all()
     assert len(some) == max(1, min(rows // 65_536, 3))
 
 
-def test_on_one_core_there_is_one_share_on_the_thread_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_cores", lambda: 1)
+def test_on_one_core_there_is_one_share_on_the_thread_that_asked() -> None:
     ran_on = list[threading.Thread]()
-    in_shares(lambda _: ran_on.append(threading.current_thread()), 1 << 20)
+    in_shares(lambda _: ran_on.append(threading.current_thread()), 1 << 20, cores=1)
     assert ran_on == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_share_raises_is_raised_after_the_others(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_cores", lambda: 2)
+def test_what_a_share_raises_is_raised_after_the_others(failing: int) -> None:
     done = list[slice]()
 
     def work(share: slice) -> None:
@@ -194,5 +190,5 @@ def test_what_a_share_raises_is_raised_after_the_others(failing: int, monkeypatc
         done.append(share)
 
     with pytest.raises(MemoryError, match="no room"):
-        in_shares(work, 1 << 20)
+        in_shares(work, 1 << 20, cores=2)
     assert len(done) == 1

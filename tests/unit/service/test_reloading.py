@@ -204,6 +204,13 @@ async def test_rows_that_the_log_has_damaged_come_from_the_trainer(service: Serv
     assert (await change(service, session, 2, [7, 8])).number == 2
 
 
+async def let_go_once_cancelled(held: Held) -> None:
+    """Once a reload is cancelled; what its thread reads cannot be, and its end waits for that."""
+    while not any(each.cancelling() for each in asyncio.all_tasks() if "_reload" in repr(each.get_coro())):
+        await asyncio.sleep(0)
+    held.let_go()
+
+
 @in_service()
 async def test_a_service_ends_while_a_model_is_reloaded(service: Service) -> None:
     await publish(service)
@@ -214,9 +221,9 @@ async def test_a_service_ends_while_a_model_is_reloaded(service: Service) -> Non
         with pytest.raises(DamagedRows):
             await model.release(0)
         await recovering.has_begun()
-        asyncio.get_running_loop().call_later(
-            0.05, recovering.let_go
-        )  # The end waits for what cannot be cancelled.
+        letting_go = asyncio.create_task(let_go_once_cancelled(recovering))
+    await service.reloading.end()  # As the service's end does.
+    await letting_go
 
 
 @in_processes()
@@ -260,8 +267,7 @@ async def test_a_model_that_is_being_reloaded_goes_to_another_process(a: Process
             await model.release(0)
         await recovering.has_begun()
         giving_up = asyncio.create_task(a.give_up())
-        await asyncio.sleep(0.01)
-        recovering.let_go()  # What a thread reads cannot be cancelled.
+        await let_go_once_cancelled(recovering)
         await giving_up
     assert not [*a.service.models.reloading, *a.service.models.recovering, *a.service.models]
     await b.take()

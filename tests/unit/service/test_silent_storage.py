@@ -21,7 +21,6 @@ from deltasync.checkpoints.store import NotCopied
 from deltasync.consumers.follow import LIVE, RolloutDelay
 from deltasync.core.policy import Policy
 from deltasync.cuts.session import PublishSession
-from deltasync.service.options import ServiceOptions
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers, Sampler
@@ -226,34 +225,6 @@ def test_a_checkpoint_is_complete_though_old_ones_cannot_be_removed(
         assert service.checkpoints.troubles == []
 
     scenario(tmp_path, work, checkpoints=storage.url)
-
-
-async def test_a_damaged_model_waits_for_silent_storage_while_others_serve(
-    tmp_path: Path, storage: ControlledStorage
-) -> None:
-    data = tmp_path / "data"
-    async with opened(data, checkpoints=storage.url) as service:
-        session = await publish(service)
-        await publish(service, model="other")
-        for step in (2, 3):
-            await cut(session, step)
-            await service.checkpoints.make(MODEL)
-        rows = [table.rows.tobytes() for table in service.models[MODEL].tables]
-    base = min((data / "checkpoints" / MODEL / "data").iterdir())
-    content = base.read_bytes()
-    base.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    async with asyncio.timeout(40), asyncio.TaskGroup() as tasks:
-        options = ServiceOptions(data_dir=data, checkpoints=storage.url, storage_seconds=0.1)
-        service = Service(options, tasks)
-        with storage.silent():
-            recovery = asyncio.create_task(service.recovery.all())
-            await until(lambda: recovery.done() or service.models.recovery_failures.get(MODEL))
-            assert not recovery.done()
-            assert "has not answered" in service.models.waits_for(MODEL)
-            assert list(service.models) == ["other"]
-        await recovery
-        assert [table.rows.tobytes() for table in service.models[MODEL].tables] == rows
-        await service.drain()
 
 
 # What storage alters.
