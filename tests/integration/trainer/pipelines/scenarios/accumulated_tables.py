@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -35,7 +36,7 @@ from tests.integration.trainer.tracking.models import build
 from tests.integration.trainer.tracking.rows import weights
 from torch import fx, nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -71,15 +72,14 @@ def _bags_of(sharding: Mapping[str, Any], *tables: EmbeddingBagConfig) -> Traini
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
-def sums_of_rows_under_every_optimizer() -> None:
-    for optimizer in OPTIMIZERS:
-        check_as_larger(partial(_every_sharding, optimizer=optimizer), micro_batches(7), steps_of=3)
+def sums_of_rows() -> None:
+    check_as_larger(partial(_every_sharding, optimizer=OPTIMIZERS[-1]), micro_batches(7), steps_of=3)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
-def means_and_weighted_rows_and_sequences() -> None:
-    for optimizer in OPTIMIZERS:
-        check_as_larger(partial(_every_sharding, PoolingType.MEAN, optimizer), micro_batches(7), steps_of=3)
+def every_optimizer_and_pooling_and_sequences() -> None:
+    for pooling, optimizer in product((PoolingType.SUM, PoolingType.MEAN), OPTIMIZERS):
+        check_as_larger(partial(_every_sharding, pooling, optimizer), micro_batches(7), steps_of=3)
     for pooling in PoolingType.SUM, PoolingType.MEAN:
         build = partial(_every_sharding, pooling, EmbOptimType.EXACT_ADAGRAD, weighted=True)
         check_as_larger(build, micro_batches(7, weighted=True), steps_of=3)
@@ -104,6 +104,10 @@ def kernels_of_several_tables_beside_others() -> None:
     check_as_larger(lambda: _bags_of({"f": data_parallel(), "g": BY_ROWS}), micro_batches(7), steps_of=3)
     # Bags and sequences of the same features.
     check_as_larger(_of_both_kinds, micro_batches(8), steps_of=4)
+    # Rows of float16: one step, which rounds once. Sums in another order may round to the neighbouring number.
+    halves = [bag(name, dim=WIDE, data_type=DataType.FP16) for name in "fg"]
+    build = partial(_bags_of, {"f": BY_ROWS, "g": SECOND}, *halves)
+    check_as_larger(build, micro_batches(4), steps_of=4, tolerance=2**-11)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)

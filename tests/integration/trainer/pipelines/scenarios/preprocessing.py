@@ -94,48 +94,6 @@ def calls_with_different_parts_of_the_batch_have_their_own_results() -> None:
 
 
 @scenario
-def items_of_a_keyed_jagged_tensor_are_inputs() -> None:
-    def jagged(features: Any, one: Any) -> KeyedJaggedTensor:
-        return shifted(features, one.values().sum() + one.lengths().sum())
-
-    check_like_plain(
-        Prepared(
-            lambda m, b: [m.together([m.does(b.sparse, b.sparse["f"]), m.does(b.sparse, b.sparse["g"])])],
-            {"does": lambda: Does(jagged), "together": Together},
-        ),
-        ahead={"does": 2, "together": 1},
-    )
-
-
-@scenario
-def tensors_of_the_model_are_inputs() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("kept", torch.tensor([3]))
-            self.register_buffer("temporary", torch.tensor([5]), persistent=False)
-            self.plain = torch.tensor([7])
-
-    check_like_plain(
-        Prepared(
-            lambda m, b: [
-                m.together(
-                    [
-                        m.shift(b.sparse, m.offset),
-                        m.shift(b.sparse, m.held.kept),
-                        m.shift(b.sparse, [m.held.temporary, b.amount]),
-                        m.shift(b.sparse, m.held.plain),
-                    ]
-                )
-            ],
-            {"shift": Shift, "together": Together, "held": Constant},
-            buffers={"offset": 2},
-        ),
-        ahead={"shift": 4, "together": 1},
-    )
-
-
-@scenario
 def two_calls_with_the_same_arguments_are_two_calls() -> None:
     _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 1))
 

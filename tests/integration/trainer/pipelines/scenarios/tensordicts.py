@@ -85,15 +85,6 @@ def sequences_of_every_sharding_type() -> None:
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
-def unsharded_modules() -> None:
-    batches = list(ids(5))
-    given = [
-        as_tensordict(batch, order, dense=torch.ones(4)) for batch, order in zip(batches, ORDERS, strict=True)
-    ]
-    train_same(_unsharded, {}, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
 def batches_and_ranks_without_ids() -> None:
     nothing: Ids = {"f": [[], [], [], []], "g": [[], [], [], []]}
     rank = dist.get_rank()
