@@ -114,27 +114,6 @@ def a_call_for_something_else_leaves_a_result_to_the_one_it_is_for() -> None:
 
 
 @scenario
-def one_call_is_made_ahead_and_another_on_what_was_looked_up_is_not() -> None:
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})()
-            self.second = Prepared(lambda _, b: [b])()
-
-        def forward(self, batch: Any) -> Any:
-            loss, output = self.first(batch)
-            features = self.first.shift(batch.sparse, output.sign())
-            found = self.second.bags(features).values().sum()
-            return loss + found, output + found.detach()
-
-    check_like_plain(
-        Second,
-        ahead={"first.shift": 1},
-        refused={"second.bags": "changed on the way", "first.shift": "changed on the way"},
-    )
-
-
-@scenario
 def a_scripted_module_is_called_ahead() -> None:
     class Scripted(nn.Module):
         def forward(self, values: torch.Tensor, by: int) -> torch.Tensor:
