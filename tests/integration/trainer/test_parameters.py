@@ -133,14 +133,18 @@ def test_a_run_whose_model_names_its_parts_in_another_order_goes_on(running: Run
         publish_to(running, Tied(tied=False), Tied(tied=False))
 
 
-def test_a_part_that_is_left_out_takes_no_tied_weight_with_it(running: RunningService) -> None:
-    trained, served = Tied(), nn.ModuleDict({"encoder": nn.Linear(4, 6, bias=False)})
+@pytest.mark.parametrize("tied_in_trainer", [True, False])
+def test_a_part_that_is_left_out_takes_no_tied_weight_with_it(
+    running: RunningService, tied_in_trainer: bool
+) -> None:
+    trained = Tied(tied=tied_in_trainer)
+    served = nn.ModuleDict({"encoder": nn.Linear(4, 6, bias=False)}) if tied_in_trainer else Tied()
     with DeltaSync(trained, SyncOptions(service=running.grpc, model="clicks")) as sync:
         head = sync.flush(WAIT)
     options = SubscriberOptions(service=running.grpc, consumer="predictors", replica="a")
     with Subscriber(options, TorchTarget(served.eval(), leave_out=["decoder.*"])) as replica:
         replica.wait_for(head, WAIT)
-    torch.testing.assert_close(served["encoder"].weight, trained.encoder.weight, rtol=0, atol=0)
+    torch.testing.assert_close(served.get_parameter("encoder.weight"), trained.encoder.weight, rtol=0, atol=0)
 
 
 def test_a_predictor_with_one_of_two_tied_parts_is_enough(running: RunningService) -> None:

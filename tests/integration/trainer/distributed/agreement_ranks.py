@@ -153,8 +153,8 @@ def ranks_cut_after_the_same_steps(service: str) -> None:
         sync = DeltaSync(model, SyncOptions(service=address, model="in-step", publish_every=1))
         sync.flush(PATIENCE_SECONDS)
         proxy.delay_seconds = 0.01
-        for step in range(30):
-            if step % 10 == 0:
+        for step in range(12):
+            if step % 4 == 0:
                 proxy.cut_after("down", 1)
             model.weight.data += 1
             with torch.profiler.profile() as profile:

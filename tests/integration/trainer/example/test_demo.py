@@ -61,6 +61,10 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+def test_a_short_demo_ends_with_equal_rows() -> None:
+    run("--ranks", "1", "--events", "256", "--events-per-second", "100000")
+
+
 @pytest.mark.nightly
 def test_maps_of_raw_ids_and_buffers_are_equal_too() -> None:
     compared = re.search(r"^compared +([\d,]+) rows", run("--managed"), re.MULTILINE)

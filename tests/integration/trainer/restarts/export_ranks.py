@@ -1,6 +1,6 @@
 """The ranks of test_exports: models are trained, kept and trained on, and begin again from the kept version.
 
-Arguments: the addresses of a service, the folder of its checkpoints, and a folder for the exports.
+Arguments: the addresses of a service, the folder of its checkpoints, a folder for the exports, and runs.
 """
 
 import sys
@@ -200,17 +200,18 @@ def other_shards(exports: Path) -> None:
             load_export(model, file)
 
 
-def main(*arguments: str) -> None:
+def main(grpc: str, http: str, checkpoints: str, exports: str, *runs: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    service = Service(*arguments)
-    for name in RUNS:
+    service = Service(grpc, http, checkpoints, exports)
+    for name in runs:
         try:
             restart(service, name)
         except BaseException as error:
             error.add_note(f"in {name}")
             raise
-    refuse(Path(arguments[3]))
-    other_shards(Path(arguments[3]))
+    if len(runs) == len(RUNS):
+        refuse(Path(exports))
+        other_shards(Path(exports))
     dist.barrier()
     dist.destroy_process_group()
     leave()

@@ -4,14 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tests.integration.trainer.following import WAIT, Trainer
 from tests.support.guarded import ROLES, GuardedService, token_of
-from torch import nn
 
 from deltasync.client import Endpoint
-from deltasync.trainer.sync import DeltaSync, SyncOptions
-
-WAIT = 20.0
 
 
 @pytest.fixture
@@ -27,25 +23,10 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-class Trainer:
-    """Changes a weight with each step."""
-
-    def __init__(self, service: GuardedService, token_file: Path) -> None:
-        self._model = nn.Linear(4, 5)
-        endpoint = Endpoint(service.grpc, token_file=token_file)
-        self.sync = DeltaSync(self._model, SyncOptions(service=endpoint, model="clicks", publish_every=1))
-
-    def step_until(self, said: str) -> None:
-        """Until that is the trouble; "" is none."""
-        while said not in self.sync.trouble if said else self.sync.trouble:
-            self._model.weight.data += torch.ones(())
-            self.sync.step()
-
-
 def test_a_trainer_without_its_rights_trains_on_and_publishes_later(
     service: GuardedService, token_file: Path
 ) -> None:
-    trainer = Trainer(service, token_file)
+    trainer = Trainer(Endpoint(service.grpc, token_file=token_file))
     trainer.sync.flush(WAIT)
     service.write_roles({**ROLES, "trainer": ["read"]})
     trainer.step_until("role publish")

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from tests.integration.trainer.following import WAIT, expect
 from tests.integration.trainer.restarts.export_ranks import RUNS
@@ -23,12 +24,13 @@ def joined(service: ServiceProcess, model: str) -> list[str]:
     return [each["text"] for each in ours]
 
 
-def test_ranks_begin_again_under_another_plan(service: ServiceProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [["columns-to-rows"], pytest.param(list(RUNS), marks=pytest.mark.nightly)])
+def test_ranks_begin_again_under_another_plan(service: ServiceProcess, tmp_path: Path, runs: list[str]) -> None:
     exports = tmp_path / "exports"
     exports.mkdir()
     script = str(Path(__file__).with_name("export_ranks.py"))
-    run_ranks(script, service.grpc, service.http, str(service.data_dir / "checkpoints"), str(exports))
-    for model in RUNS:
+    run_ranks(script, service.grpc, service.http, str(service.data_dir / "checkpoints"), str(exports), *runs)
+    for model in runs:
         first, later = "nothing is published yet", r"the run holds version \d+, and gets the ids of later rows"
         assert {re.sub(later, "later", text) for text in joined(service, model)} == {first, "later"}
 

@@ -1,38 +1,15 @@
 """Trainers after a rollback: which may publish, and what the others raise."""
 
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
-from tests.integration.trainer.following import WAIT, expect
+from tests.integration.trainer.following import WAIT, Trainer, expect
 from tests.support.command import deltasync
 from tests.support.server import TOKEN, RunningService
-from torch import nn
 
 from deltasync.base.errors import RunRefused
 from deltasync.client import Admin, Endpoint
 from deltasync.trainer import load_export
-from deltasync.trainer.sync import DeltaSync, SyncOptions
-
-
-class Trainer:
-    """Changes one row with each step."""
-
-    def __init__(self, service: RunningService, weights: Any = None, **options: Any) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 5))
-        if weights:
-            self.model.load_state_dict(weights)
-        self.sync = DeltaSync(
-            self.model, SyncOptions(service=service.grpc, model="clicks", publish_every=1, **options)
-        )
-
-    def step(self) -> None:
-        next(self.model.parameters()).data[3] += 1
-        self.sync.step()
-
-    def step_for_ever(self) -> NoReturn:
-        while True:
-            self.step()
 
 
 @pytest.fixture
@@ -43,7 +20,7 @@ def admin(running: RunningService) -> Admin:
 @pytest.fixture
 def rolled_back(running: RunningService, admin: Admin) -> Trainer:
     """The trainer whose model was rolled back."""
-    trainer = Trainer(running)
+    trainer = Trainer(running.grpc)
     trainer.sync.flush(WAIT)
     admin.keep_version("clicks", "good")
     trainer.step()
@@ -63,12 +40,12 @@ def test_rolled_back_weights_are_published_only_with_start_over(
 ) -> None:
     rolled_back.sync.abort()
     weights = {name: each.clone() for name, each in rolled_back.model.state_dict().items()}
-    reloaded = Trainer(running, weights)
+    reloaded = Trainer(running.grpc, weights)
     with pytest.raises(RunRefused, match=r"without a DeltaSync state.* SyncOptions\(start_over=True\)"):
         reloaded.step_for_ever()
     reloaded.sync.abort()
     assert running.get_json("/versions?last=1")[0]["run"].startswith("rollback-to-1-")
-    vouched = Trainer(running, weights, start_over=True)
+    vouched = Trainer(running.grpc, weights, start_over=True)
     expect(running, vouched.sync, vouched.model)
     vouched.sync.abort()
 
@@ -77,7 +54,7 @@ def test_a_trainer_continues_from_the_version_of_a_rollback(
     running: RunningService, rolled_back: Trainer, tmp_path: Path
 ) -> None:
     rolled_back.sync.abort()
-    again, file, at = Trainer(running), tmp_path / "good", f"{tmp_path}/data/checkpoints"
+    again, file, at = Trainer(running.grpc), tmp_path / "good", f"{tmp_path}/data/checkpoints"
     code, _, err = deltasync("export", "clicks", str(file), "--at", at, "--version", "good")
     assert code == 0, err
     again.sync.load_state_dict([load_export(again.model, file)])

@@ -3,56 +3,21 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
-from tests.integration.trainer.following import WAIT, expect
+from tests.integration.trainer.following import WAIT, Trainer, expect
 from tests.support.server import RunningService
-from torch import nn
 
 from deltasync.base.errors import DeltasyncError, InvalidInput, RunRefused
 from deltasync.base.process import this_process
-from deltasync.trainer.sync import DeltaSync, OnRefusal, PublishFailure, SyncOptions
-
-
-class Trainer:
-    """Changes one row with each step."""
-
-    def __init__(self, service: RunningService, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model: Any = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-        self.sync = DeltaSync(
-            self.model, SyncOptions(service=service.grpc, model="clicks", publish_every=1, **options)
-        )
-
-    @property
-    def weight(self) -> torch.Tensor:
-        weight: torch.Tensor = self.model[0].weight.data
-        return weight
-
-    def step(self) -> None:
-        self.weight[3] += 1
-        self.sync.step()
-
-    def step_until(self, said: str) -> None:
-        """Until that is the trouble; "" is none."""
-        while said not in self.sync.trouble if said else self.sync.trouble:
-            self.step()
-
-    def step_for_ever(self) -> NoReturn:
-        while True:
-            self.step()
-
-    def step_until_refused(self) -> None:
-        """Until something is, for the first time."""
-        while not self.sync.stats.refusals:
-            self.step()
+from deltasync.trainer.sync import OnRefusal, PublishFailure, SyncOptions
 
 
 @pytest.fixture
 def trainer(running: RunningService) -> Iterator[Trainer]:
-    trainer = Trainer(running)
+    trainer = Trainer(running.grpc)
     trainer.sync.flush(WAIT)
     yield trainer
     trainer.sync.abort()
@@ -110,17 +75,6 @@ def test_how_publishing_goes_is_told_as_numbers(running: RunningService, trainer
     assert all(type(value) in (int, float) for value in after.values())
 
 
-def test_metrics_say_for_how_long_there_is_no_connection(tmp_path: Path) -> None:
-    with RunningService(tmp_path / "data") as service:
-        trainer = Trainer(service)
-        assert trainer.sync.metrics()["connections"] == 0, "it connects with its first cut"
-        trainer.sync.flush(WAIT)
-    while not trainer.sync.metrics()["failed_attempts"]:
-        trainer.step()
-    assert trainer.sync.metrics()["disconnected_seconds"] > 0
-    trainer.sync.abort()
-
-
 def test_steps_before_a_checkpoint_are_not_unpublished_ones(running: RunningService, trainer: Trainer) -> None:
     saved = trainer.sync.state_dict()
     for _ in range(3):
@@ -129,7 +83,7 @@ def test_steps_before_a_checkpoint_are_not_unpublished_ones(running: RunningServ
     trainer.sync.load_state_dict([saved])
     assert trainer.sync.metrics()["unpublished_steps"] == 0
     trainer.sync.abort()
-    restarted = Trainer(running)
+    restarted = Trainer(running.grpc)
     saved = restarted.sync.state_dict()
     saved["tracker"]["steps"] = 1000
     restarted.sync.load_state_dict([saved])
@@ -174,7 +128,7 @@ def test_a_flush_raises_what_could_not_be_published(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("options", [{"on_refusal": OnRefusal.RAISE}, {"verify": True}])
 def test_a_step_raises_it_if_asked_to(running: RunningService, options: dict[str, Any]) -> None:
-    trainer = Trainer(running, **options)
+    trainer = Trainer(running.grpc, **options)
     trainer.sync.flush(WAIT)
     trainer.model[1].register_buffer("running_mean", torch.zeros(4))
     trainer.step()  # All ranks learn of it when they agree next.
@@ -185,7 +139,7 @@ def test_a_step_raises_it_if_asked_to(running: RunningService, options: dict[str
 
 
 def test_of_two_trainers_of_a_model_the_later_one_publishes(running: RunningService, trainer: Trainer) -> None:
-    later = Trainer(running)
+    later = Trainer(running.grpc)
     later.sync.flush(WAIT)
     with pytest.raises(RunRefused, match="which has taken over: stop run"):
         trainer.step_for_ever()
@@ -208,7 +162,7 @@ def test_a_superseded_trainer_stays_so_after_the_service_lost_both_runs(
     data = tmp_path / "data"
     with RunningService(data) as service:
         port = int(service.grpc.rpartition(":")[2])
-        earlier, later = Trainer(service), Trainer(service)
+        earlier, later = Trainer(service.grpc), Trainer(service.grpc)
         earlier.sync.flush(WAIT)
         later.sync.flush(WAIT)
     with RunningService(tmp_path / "empty", grpc_port=port) as service:
@@ -228,7 +182,7 @@ def test_a_superseded_trainer_stays_so_after_the_service_lost_both_runs(
 def test_a_superseded_trainer_does_not_continue_as_another_run(
     running: RunningService, trainer: Trainer, begins_anew: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved, later = trainer.sync.state_dict(), Trainer(running)
+    saved, later = trainer.sync.state_dict(), Trainer(running.grpc)
     later.sync.close(WAIT)
     monkeypatch.setattr("deltasync.cuts.admission.GONE_SECONDS", 0.0)
     if begins_anew == "resharded":
@@ -240,12 +194,16 @@ def test_a_superseded_trainer_does_not_continue_as_another_run(
         trainer.sync.flush(WAIT)
 
 
-def test_trouble_says_that_the_service_cannot_be_reached(tmp_path: Path) -> None:
+def test_trouble_and_metrics_say_that_the_service_cannot_be_reached(tmp_path: Path) -> None:
     with RunningService(tmp_path / "data") as service:
         port = int(service.grpc.rpartition(":")[2])
-        trainer = Trainer(service)
+        trainer = Trainer(service.grpc)
+        assert trainer.sync.metrics()["connections"] == 0, "it connects with its first cut"
         trainer.sync.flush(WAIT)
     trainer.step_until(service.grpc)
+    while not trainer.sync.metrics()["failed_attempts"]:
+        trainer.step()
+    assert trainer.sync.metrics()["disconnected_seconds"] > 0
     assert trainer.sync.stats.refusals == 0, "nobody has refused anything"
     with RunningService(tmp_path / "data", grpc_port=port) as service:
         trainer.sync.flush(WAIT)
@@ -255,7 +213,7 @@ def test_trouble_says_that_the_service_cannot_be_reached(tmp_path: Path) -> None
 
 def test_wrong_options_are_an_error_at_once(running: RunningService) -> None:
     with pytest.raises(InvalidInput, match="on_refusal: 'raise', expected an OnRefusal"):
-        Trainer(running, on_refusal="raise")
+        Trainer(running.grpc, on_refusal="raise")
     with pytest.raises(InvalidInput, match="model"):
         SyncOptions(service=running.grpc, model="a/b")
 

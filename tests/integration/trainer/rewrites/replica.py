@@ -16,11 +16,12 @@ class Replica:
     """Follows a model by a tracker that verifies.
 
     Attributes:
+        model: the one that is followed.
         tracker: the one.
     """
 
     def __init__(self, model: DistributedModelParallel, **options: Any) -> None:
-        self._model = model
+        self.model = model
         self.tracker = Tracker(
             model,
             TrackerOptions(consumers=[NAME], mode=TrackingMode.EMBEDDING_LAST, **{"verify": True} | options),
@@ -42,7 +43,7 @@ class Replica:
     @property
     def stale(self) -> Ids:
         """The rows of each table that differ from the model's."""
-        now = whole(self._model)
+        now = whole(self.model)
         found = {name: differing(self._rows[name], rows) for name, rows in now.items() if name in self._rows}
         return {name: ids for name, ids in found.items() if ids}
 

@@ -77,6 +77,7 @@ TRAININGS = {
     "Online": Training(_online(), lets_go=True),
     "Online-accumulating": Training(_online(grad_accum=2), batches_per_step=2, lets_go=True),
     "Online-tables-too": Training(_online(grad_accum=2, accumulate_tables=True), batches_per_step=2),
+    # Its loss scale is too large for the first steps, which change nothing.
     "Online-float16": Training(_online(enable_amp=True, amp_dtype=torch.float16)),
     "Lite": Training(TrainPipelineSparseDistLite),
     "SemiSync": Training(TrainPipelineSemiSync),

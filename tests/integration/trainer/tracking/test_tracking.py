@@ -16,7 +16,7 @@ from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 # One model with every kind of sharding, under every pipeline; by day under one of each kind.
 EVERY_SHARDING = [f"{training}/every-sharding" for training in TRAININGS]
-KINDS = ("Base", "Online", "Online-tables-too", "SemiSync", "Fused", "micro-batches")
+KINDS = ("Base", "Online-float16", "Online-tables-too", "SemiSync", "Fused", "micro-batches")
 BY_DAY = [f"{training}/every-sharding" for training in KINDS]
 
 

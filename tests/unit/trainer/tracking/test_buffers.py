@@ -234,11 +234,6 @@ def test_extra_state_is_refused_where_it_would_be_published() -> None:
     assert not published_tables(model, dense=True, fqns_to_skip=["0"])
 
 
-def test_what_has_no_shape_yet_is_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"parameter '0.weight' has no shape yet"):
-        tracker(nn.Sequential(nn.LazyBatchNorm1d()))
-
-
 def test_others_do_not_read_in_a_forward_of_training() -> None:
     model = norms(3)
     tracked = tracker(model)

@@ -143,18 +143,6 @@ def test_ranges_end_at_the_largest_number(hash_size: int) -> None:
     assert changed(tracked)[RANGES] == {ROWS - 1: [0, LARGEST, 0]}
 
 
-def test_only_rows_whose_raw_id_has_changed_travel() -> None:
-    collisions = sorted_ids()
-    tracked = tracker(model_of(collisions))
-    fill(collisions, {10: 3, 20: 0, 30: 5})
-    assert changed(tracked)[RAW_IDS] == {0: [20 ^ FREE], 3: [10 ^ FREE], 5: [30 ^ FREE]}
-    assert not changed(tracked)
-    fill(collisions, {10: 3, 25: 0, 40: 5})
-    assert changed(tracked)[RAW_IDS] == {0: [25 ^ FREE], 5: [40 ^ FREE]}
-    fill(collisions, {-5: 3, 25: 0})
-    assert changed(tracked)[RAW_IDS] == {3: [-5 ^ FREE], 5: [0]}
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -9,12 +9,10 @@ from tests.integration.trainer.pipelines.comparison import check_same, told
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import (
     BOTH_RANKS,
-    Failing,
     Paused,
     Regression,
     Training,
     batches,
-    despite_losses,
     through,
 )
 from torch import nn
@@ -75,19 +73,6 @@ def a_batch_is_taken_after_forward() -> None:
         assert notes.taken[-5:] == taken  # It is traced before.
         pipeline.detach()
         check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def an_iterator_that_fails_after_forward_costs_no_batch() -> None:
-    options: dict[str, Any] = {"enqueue_batch_after_forward": True, "grad_accum": 2}
-    plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Regression(), BOTH_RANKS)
-    expected = plain.pipelined(batches(7), grad_accum=2)
-    pipeline = pipelined.pipeline(**options)
-    outputs, losses = despite_losses(pipeline, Failing(batches(7), (0, 1, 2, 4, 6, 7)))
-    pipeline.detach()
-    assert losses == 6
-    assert outputs == expected
-    check_same(pipelined.held(), plain.held())
 
 
 class Averages(DMPCollection):  # type: ignore[misc]  # torchrec's types are not followed

@@ -94,48 +94,6 @@ def calls_with_different_parts_of_the_batch_have_their_own_results() -> None:
 
 
 @scenario
-def items_of_a_keyed_jagged_tensor_are_inputs() -> None:
-    def jagged(features: Any, one: Any) -> KeyedJaggedTensor:
-        return shifted(features, one.values().sum() + one.lengths().sum())
-
-    check_like_plain(
-        Prepared(
-            lambda m, b: [m.together([m.does(b.sparse, b.sparse["f"]), m.does(b.sparse, b.sparse["g"])])],
-            {"does": lambda: Does(jagged), "together": Together},
-        ),
-        ahead={"does": 2, "together": 1},
-    )
-
-
-@scenario
-def tensors_of_the_model_are_inputs() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("kept", torch.tensor([3]))
-            self.register_buffer("temporary", torch.tensor([5]), persistent=False)
-            self.plain = torch.tensor([7])
-
-    check_like_plain(
-        Prepared(
-            lambda m, b: [
-                m.together(
-                    [
-                        m.shift(b.sparse, m.offset),
-                        m.shift(b.sparse, m.held.kept),
-                        m.shift(b.sparse, [m.held.temporary, b.amount]),
-                        m.shift(b.sparse, m.held.plain),
-                    ]
-                )
-            ],
-            {"shift": Shift, "together": Together, "held": Constant},
-            buffers={"offset": 2},
-        ),
-        ahead={"shift": 4, "together": 1},
-    )
-
-
-@scenario
 def two_calls_with_the_same_arguments_are_two_calls() -> None:
     _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 1))
 
@@ -153,27 +111,6 @@ def a_call_for_something_else_leaves_a_result_to_the_one_it_is_for() -> None:
             return loss + other, loss.detach()
 
     check_like_plain(Twice)
-
-
-@scenario
-def one_call_is_made_ahead_and_another_on_what_was_looked_up_is_not() -> None:
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})()
-            self.second = Prepared(lambda _, b: [b])()
-
-        def forward(self, batch: Any) -> Any:
-            loss, output = self.first(batch)
-            features = self.first.shift(batch.sparse, output.sign())
-            found = self.second.bags(features).values().sum()
-            return loss + found, output + found.detach()
-
-    check_like_plain(
-        Second,
-        ahead={"first.shift": 1},
-        refused={"second.bags": "changed on the way", "first.shift": "changed on the way"},
-    )
 
 
 @scenario

@@ -26,7 +26,6 @@ from tests.integration.trainer.pipelines.training import (
     through,
 )
 from tests.integration.trainer.torchrec_defects.models import CPU
-from torch import nn
 from torch.profiler import profile
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -86,9 +85,10 @@ def data_pauses_and_comes_back() -> None:
 
 @scenario
 def nothing_is_lost_when_the_iterator_fails() -> None:
-    for place, micro_batches in product(range(5), (1, 2)):
+    for place, micro_batches, after in product(range(5), (1, 2), (False, True)):
         whole, pipelined = _pair()
-        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline(grad_accum=micro_batches)
+        pipeline = pipelined.pipeline(grad_accum=micro_batches, enqueue_batch_after_forward=after)
+        iterator = Failing(batches(BATCHES), [place])
         outputs = whole.pipelined(batches(BATCHES), grad_accum=micro_batches)
         assert despite_losses(pipeline, iterator) == (outputs, 1)
         assert pipeline.trained == BATCHES
@@ -142,21 +142,6 @@ def batches_and_steps_are_counted() -> None:
     with pytest.raises(StopIteration):
         pipeline.progress(iterator)
     assert (pipeline.trained, pipeline.stepped) == (7, False)
-
-
-@scenario
-def a_model_without_anything_to_look_up() -> None:
-    check_like_plain(lambda: nn.Sequential(_Dense()), batches=batches)
-
-
-class _Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.over = nn.Linear(3, 1)
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = nn.functional.mse_loss(self.over(batch.dense).squeeze(1), batch.label)
-        return loss, loss.detach()
 
 
 @scenario
@@ -225,23 +210,6 @@ def an_iterator_that_fails_on_one_rank() -> None:
         outputs, losses = despite_losses(pipelined.pipeline(), Failing(batches(6), places))
         assert (outputs, losses) == (plain.plainly(batches(6)), len(places))
         check_same(pipelined.held(), plain.held())
-
-
-class LogsOnOneRank(Regression):
-    """A trace fails where forward looks at a value."""
-
-    def forward(self, batch: Any) -> Any:
-        loss, output = super().forward(batch)
-        if dist.get_rank() == 0:
-            float(loss)
-        return loss, output
-
-
-@unequal
-def a_forward_that_can_be_traced_on_one_rank_only() -> None:
-    plain, pipelined = Training(LogsOnOneRank(), BOTH_RANKS), Training(LogsOnOneRank(), BOTH_RANKS)
-    assert pipelined.pipelined(batches(5)) == plain.plainly(batches(5))
-    check_same(pipelined.held(), plain.held())
 
 
 @unequal

@@ -75,12 +75,13 @@ def _detach_and_attach(last: Any, following: Any) -> None:
 
 @scenario
 def two_take_turns() -> None:
-    for switch in (_nothing, _detach, _detach_and_attach):
-        _check_in_turn(Training.pipeline, Training.pipeline, switch=switch)
+    _check_in_turn(Training.pipeline, Training.pipeline, switch=_nothing)
 
 
 @scenario
-def one_takes_turns_with_torchrecs_own() -> None:
+def two_that_are_detached_take_turns_also_with_torchrecs_own() -> None:
+    for switch in (_detach, _detach_and_attach):
+        _check_in_turn(Training.pipeline, Training.pipeline, switch=switch)
     _check_in_turn(Training.pipeline, _theirs, switch=_detach)
     _check_in_turn(_theirs, Training.pipeline, switch=_detach_and_attach)
 

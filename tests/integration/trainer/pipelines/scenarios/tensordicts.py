@@ -29,23 +29,14 @@ from tests.integration.trainer.torchrec_defects.models import CPU, META, bag, ba
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import accept_tensordicts
 
-MEAN = PoolingType.MEAN
 # In which keys come, batch by batch.
 ORDERS = ("fg", "gf", "gf", "fg", "gf")
-
-
-class UnshardedBags(EmbeddingBagCollection):  # type: ignore[misc]  # torchrec's types are not followed
-    """Has no sharder, and so is the same on all ranks."""
-
-
-class UnshardedSequences(EmbeddingCollection):  # type: ignore[misc]
-    """Has no sharder, and so is the same on all ranks."""
 
 
 def _bags(of: Callable[[Any], Any] = jagged.itself) -> nn.Module:
@@ -56,16 +47,10 @@ def _both() -> nn.Module:
     return Lookups(bags=bags("f", "g"), sequences=sequences("f", "g"))
 
 
-def _unsharded() -> nn.Module:
-    of_bags = UnshardedBags(tables=[bag("f"), bag("g", pooling=MEAN)], device=META)
-    of_sequences = UnshardedSequences(tables=[sequence("f"), sequence("g")], device=META)
-    return Lookups(bags=of_bags, sequences=of_sequences)
-
-
 @SCENARIOS.scenario("tensordicts", ranks=2)
 def bags_of_every_sharding_type() -> None:
     batches = list(ids(5, *EVERY_SHARDING))
-    for pooling in (PoolingType.SUM, MEAN):
+    for pooling in (PoolingType.SUM, PoolingType.MEAN):
 
         def make(pooling: PoolingType = pooling) -> nn.Module:
             return Lookups(bags=bags(*(bag(name, dim=8, pooling=pooling) for name in EVERY_SHARDING)))
@@ -82,15 +67,6 @@ def sequences_of_every_sharding_type() -> None:
         return Lookups(sequences=sequences(*(sequence(name, dim=8) for name in tables)))
 
     train_same(make, tables, map(as_kjt, batches), map(as_tensordict, batches))
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def unsharded_modules() -> None:
-    batches = list(ids(5))
-    given = [
-        as_tensordict(batch, order, dense=torch.ones(4)) for batch, order in zip(batches, ORDERS, strict=True)
-    ]
-    train_same(_unsharded, {}, map(as_kjt, batches), given)
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
@@ -207,10 +183,6 @@ def _weighted() -> nn.Module:
     return Lookups(bags=weighted_bags("f", "g"))
 
 
-def _weighted_unsharded() -> nn.Module:
-    return Lookups(bags=UnshardedBags(tables=[bag("f"), bag("g")], is_weighted=True, device=META))
-
-
 @SCENARIOS.scenario("tensordicts with weights", ranks=2)
 def weighted_bags_of_every_sharding_type() -> None:
     batches = list(ids(5, *EVERY_SHARDING))
@@ -235,9 +207,9 @@ def _check_refused(makes: Iterable[Callable[[], nn.Module]], batch: Any, *told: 
 def a_key_that_is_missing() -> None:
     batch, examples = next(ids(1)), [[1, 2], [3]]
     without = TensorDict({"f": nested(examples), "h": nested(examples)})
-    _check_refused([_bags, lambda: Lookups(sequences=sequences("f", "g")), _unsharded], without, "'g'", "f, h")
+    _check_refused([_bags, lambda: Lookups(sequences=sequences("f", "g"))], without, "'g'", "f, h")
     mixed = TensorDict({"f": weighted(batch["f"]), "g": nested(batch["g"])})
-    _check_refused([_weighted, _weighted_unsharded], mixed, "'g'", "weights")
+    _check_refused([_weighted], mixed, "'g'", "weights")
 
 
 @SCENARIOS.scenario("refused tensordicts", ranks=2)

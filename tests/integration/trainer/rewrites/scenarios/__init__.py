@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from tests.support.scenarios import Scenarios
 
-SCENARIOS = Scenarios(__name__)
+SCENARIOS = Scenarios(__name__, one_by_day=True)
 
 for _module in iter_modules(__path__):  # Which register theirs.
     import_module(f"{__name__}.{_module.name}")

@@ -165,7 +165,7 @@ def one_rank_alone_may_delete_rows_that_it_holds() -> None:
         run.check(head, now)
 
 
-@SCENARIOS.scenario("published", ranks=2)
+@SCENARIOS.scenario("full cuts", ranks=2)
 def a_full_cut_removes_what_it_does_not_name() -> None:
     with training() as run:
         run.step(list(range(ROWS)))
@@ -204,7 +204,7 @@ def callbacks_are_told_and_checksums_agree() -> None:
                 wait_for_lag(run.service, "late", lambda lag: all(each["checked"] for each in lag["replicas"]))
 
 
-@SCENARIOS.scenario("published", ranks=2)
+@SCENARIOS.scenario("operators", ranks=2)
 def an_operator_deletes_rows() -> None:
     ids = [3, 33]
     with training() as run:

@@ -106,23 +106,18 @@ REWRITES: list[Callable[[DistributedModelParallel], None]] = [
 ]
 
 
-@SCENARIOS.scenario("loads", ranks=2, nightly=True)
+@SCENARIOS.scenario("loads", ranks=2)
+def a_load_is_followed_and_other_threads_may_read_after_it() -> None:
+    assert not followed(load_the_whole).tracker._gate.updating
+
+
+@SCENARIOS.scenario("loads", ranks=2)
 def every_way_to_rewrite_a_model_is_followed() -> None:
     for rewrite in REWRITES:
-        of = model()
-        replica = Replica(of)
-        train(of, rows=[1], whole=[2])
-        replica.tracker.step()
-        replica.catch_up()
-        changes = replica.tracker.changes
-        rewrite(of)
-        if replica.stale.keys() >= set(FUSED):
-            assert replica.tracker.changes > changes, "or else a flush would publish nothing"
-        else:
-            assert rewrite is reset_modules, f"{rewrite.__name__} has changed {list(replica.stale)}"
+        replica = followed(rewrite)
         replica.catch_up()
         assert not replica.stale, rewrite.__name__
-        train(of, rows=[4], whole=[4])
+        train(replica.model, rows=[4], whole=[4])
         replica.tracker.step()
         taken = replica.catch_up()
         assert {name: taken[name] for name in FUSED} == {name: {4} for name in FUSED}, (
@@ -131,12 +126,20 @@ def every_way_to_rewrite_a_model_is_followed() -> None:
         assert not replica.stale, (rewrite.__name__, replica.stale)
 
 
-@SCENARIOS.scenario("loads", ranks=2)
-def other_threads_may_read_after_a_load_without_a_step() -> None:
+def followed(rewrite: Callable[[DistributedModelParallel], None]) -> Replica:
+    """A replica of a model that was rewritten in a way, which has told of it."""
     of = model()
     replica = Replica(of)
-    load_the_whole(of)
-    assert not replica.tracker._gate.updating
+    train(of, rows=[1], whole=[2])
+    replica.tracker.step()
+    replica.catch_up()
+    changes = replica.tracker.changes
+    rewrite(of)
+    if replica.stale.keys() >= set(FUSED):
+        assert replica.tracker.changes > changes, "or else a flush would publish nothing"
+    else:
+        assert rewrite is reset_modules, f"{rewrite.__name__} has changed {list(replica.stale)}"
+    return replica
 
 
 @SCENARIOS.scenario("loads", ranks=2)

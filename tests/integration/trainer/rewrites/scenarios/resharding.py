@@ -74,21 +74,6 @@ def what_was_due_before_is_due_afterwards() -> None:
 
 
 @SCENARIOS.scenario("resharding", ranks=2)
-def a_model_may_be_resharded_again_and_again() -> None:
-    model = model_of_two_collections()
-    replica = Replica(model, dense=True)
-    for step in range(6):
-        reshard(model, "bags", whole=on_rank(1 - step % 2))
-        train(model, f=[step], g=[step])
-        replica.tracker.step()
-        replica.catch_up()
-        assert not replica.stale
-    assert replica.tracker.steps == 6
-    assert replica.tracker.attachments >= 6
-    replica.tracker.close()
-
-
-@SCENARIOS.scenario("resharding", ranks=2)
 def first_values_of_rows_that_stay_are_kept() -> None:
     model = model_of_two_collections()
     replica = Replica(model)

@@ -1,9 +1,8 @@
 """Row 27: tables behind managed collision, whose rows are given to other ids."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,17 +14,15 @@ from tests.integration.trainer.torchrec_defects.models import (
     lookups,
     sequence,
     sharded,
-    train,
 )
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from tests.integration.trainer.tracking.rows import weights
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
-from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from deltasync.base.errors import DeltasyncError
-from deltasync.trainer.tracking import Tracker, TrackerOptions
+from deltasync.trainer.tracking import Tracker
 
 BAGS, SEQUENCES = "collided._embedding_module.embedding_bags.t", "collided._embedding_module.embeddings.t"
 KINDS = {BAGS: "bags", SEQUENCES: "sequences"}
@@ -59,21 +56,6 @@ def rows_evicted_while_paused_are_reported() -> None:
 
 
 @scenario(row=27)
-def evaluation_keeps_no_reader_waiting() -> None:
-    for kind in KINDS.values():
-        model = _model(kind)
-        tracker = Tracker(model)
-        train(model, t=[1, 2])
-        tracker.step()
-        tracker.acknowledge(tracker.get_delta())
-        model.eval()
-        with torch.no_grad():
-            model(lookups(t=[1, 2]))
-        with ThreadPoolExecutor(1) as other:
-            assert not other.submit(tracker.get_delta, timeout_seconds=1.0).result().rows
-
-
-@scenario(row=27)
 def rows_are_not_read_while_they_are_evicted() -> None:
     for kind in KINDS.values():
         model = _model(kind)
@@ -89,24 +71,6 @@ def rows_are_not_read_while_they_are_evicted() -> None:
 def _read_in_vain(tracker: Tracker, **_: object) -> None:
     with ThreadPoolExecutor(1) as other, pytest.raises(DeltasyncError, match="has not ended"):
         other.submit(tracker.get_delta, timeout_seconds=0.01).result()
-
-
-def _sort_unread(tracker: Tracker, sort: Callable[[], None]) -> None:
-    _read_in_vain(tracker)
-    sort()
-
-
-@scenario(row=27)
-def maps_are_not_read_while_they_change() -> None:
-    for kind in KINDS.values():
-        model = _model(kind)
-        tracker = Tracker(model, TrackerOptions(id_maps=True))
-        [remapping] = [module for module in model.modules() if isinstance(module, MCHManagedCollisionModule)]
-        sorting = Mock(side_effect=partial(_sort_unread, tracker, remapping._sort_mch_buffers))
-        with patch.object(remapping, "_sort_mch_buffers", sorting):
-            _evict(model, tracker)
-        sorting.assert_called()
-        assert [fqn for fqn in tracker.get_delta().ids if fqn.endswith(".raw_ids")]
 
 
 @scenario(row=27)

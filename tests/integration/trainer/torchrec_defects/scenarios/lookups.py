@@ -2,9 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from tests.integration.trainer.torchrec_defects.copies import followed, ids_of
-from tests.integration.trainer.torchrec_defects.models import BAGS, bags, lookups, sequences, sharded, train
+from tests.integration.trainer.torchrec_defects.models import BAGS, bags, lookups, sharded, train
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 
 from deltasync.trainer.tracking import Tracker
@@ -24,23 +23,6 @@ def a_read_between_forward_and_backward_offers_nothing_too_early() -> None:
     tracker.step()
     assert copy.update() == {T0: [0, 1]}
     copy.check(model)
-
-
-@scenario(row=24)
-def evaluation_marks_nothing() -> None:
-    model = sharded({"bags": bags("t0"), "sequences": sequences("s")})
-    tracker = Tracker(model)
-    batch = lookups(t0=[0, 1], s=[2])
-    with torch.no_grad():
-        model(batch)
-        model.eval()
-        model(batch)
-    model(batch)  # Gradients are wanted, but no backward follows.
-    model.train()
-    tracker.step()
-    assert not tracker.get_delta().rows
-    train(model, t0=[3], s=[])
-    assert ids_of(tracker.get_delta()) == {T0: [3]}
 
 
 @scenario(row=24)

@@ -1,12 +1,10 @@
-"""Rows 11 to 13, 16 and 23: which tables."""
+"""Rows 13, 16 and 23: which tables."""
 
-import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.torchrec_defects.copies import changed, followed, ids_of
+from tests.integration.trainer.torchrec_defects.copies import changed, ids_of
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
     SEQUENCES,
-    bag,
     bags,
     distributed,
     lookups,
@@ -18,32 +16,9 @@ from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from tests.integration.trainer.tracking.rows import weights
 from torchrec.distributed.sharding_plan import data_parallel
 
-from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 T0, T1, T2, S = f"{BAGS}.t0", f"{BAGS}.t1", f"{BAGS}.t2", f"{SEQUENCES}.s"
-
-
-@scenario(row=11)
-def a_shared_feature_counts_for_each_of_its_tables() -> None:
-    model = sharded({"bags": bags(bag("t0", "f0"), bag("t1", "f0", "f1"), bag("t2", "f1"))})
-    tracker, copy = followed(model)
-    before = weights(model)
-    train(model, f0=[0, 1], f1=[2, 3])
-    tracker.step()
-    assert copy.update() == changed(model, before) == {T0: [0, 1], T1: [0, 1, 2, 3], T2: [2, 3]}
-    copy.check(model)
-
-
-@scenario(row=12)
-def tables_of_one_name_in_two_modules_are_two() -> None:
-    model = sharded({"left": bags(bag("t", "f0")), "right": bags(bag("t", "f1")), "both": sequences("t")})
-    left, right, both = "left.embedding_bags.t", "right.embedding_bags.t", "both.embeddings.t"
-    tracker, copy = followed(model)
-    train(model, f0=[0, 1], f1=[2], t=[3])
-    tracker.step()
-    assert copy.update() == {left: [0, 1], right: [2], both: [3]}
-    copy.check(model)
 
 
 @scenario(row=13)
@@ -65,14 +40,6 @@ def skipped_tables_train_on_untracked() -> None:
         tracker.step()
         assert changed(model, before) == everything
         assert ids_of(tracker.get_delta()) == {fqn: everything[fqn] for fqn in kept}
-
-
-@scenario(row=13)
-def a_skip_that_fits_nothing_is_refused() -> None:
-    model = sharded({"bags": bags("t0", "t1")})
-    for wrong in ("t2", "t", "bag", "bags.t0", ""):
-        with pytest.raises(InvalidInput, match=rf"fqns_to_skip: '{wrong}' .*tables: {T0}, {T1}"):
-            Tracker(model, TrackerOptions(fqns_to_skip=["t0", wrong]))
 
 
 @scenario(row=16, ranks=2)
