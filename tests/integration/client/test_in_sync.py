@@ -132,7 +132,7 @@ def test_who_follows_only_a_part_is_never_in_sync(
 
 @pytest.mark.parametrize(
     ("consumer", "later"),
-    zip(CONSUMERS, [[*TABLES, SHOP], [USER, TableSpec("item", 70, 16, ITEM.dtype)]], strict=True),
+    [("top", [*TABLES, SHOP]), ("predictors", [USER, TableSpec("item", 70, 16, ITEM.dtype)])],
 )
 def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial(
     service: RunningService, consumer: str, later: list[TableSpec]
