@@ -48,7 +48,7 @@ def test_both_sides_notice_a_half_open_tcp_connection(service: RunningService) -
     target, before = Recorder(), len(lost(service))
     with (
         Proxy(service.grpc) as proxy,
-        Trainer(proxy.address, run="half-open", started=4) as trainer,
+        Trainer(proxy.address, run="half-open", started=2) as trainer,
         follow_through(proxy, target) as replica,
     ):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
@@ -64,7 +64,7 @@ def test_both_sides_notice_a_half_open_tcp_connection(service: RunningService) -
 def test_an_idle_publisher_and_the_service_notice_a_dead_connection(
     service: RunningService, proxy: GrpcProxy
 ) -> None:
-    with Trainer(proxy.address, run="idle", started=2) as trainer:
+    with Trainer(proxy.address, run="idle", started=3) as trainer:
         trainer.publish_all()
         proxy.fall_silent()
         wait_for(lambda: not trainer.publisher.connection.connected)
@@ -84,7 +84,7 @@ def test_a_silent_replica_is_away_and_clients_without_alive_stay(
         rank.publish_all()
         replica.until("opened")
         events = len(lost(service))
-        with Trainer(service.grpc, run="away", started=3) as trainer, follow_through(proxy, Recorder()):
+        with Trainer(service.grpc, run="away", started=4) as trainer, follow_through(proxy, Recorder()):
             trainer.publish_all()
             wait_for(lambda: replicas(service).get("p", {}).get("offset"))
             # Otherwise its next stream might replace this one before the service notices.
