@@ -117,10 +117,8 @@ class Admin:
             InvalidInput: the distance is longer than the service stores what consumers served.
         """
         body = {"after": after, "behind_seconds": behind_seconds, "on_objection": on_objection}
-        follows = self._object("PUT", f"{_consumer(consumer)}/version", body | {"version": str(version)})[
-            "follows"
-        ]
-        return str(follows)
+        body |= {"version": str(version)}
+        return str(self._object("PUT", f"{_consumer(consumer)}/version", body)["follows"])
 
     def object(self, consumer: str, reason: str) -> None:
         """Raise an objection to what a consumer serves: consumers that follow it get no later version.
@@ -400,11 +398,7 @@ class EachProcess:
         self._processes: dict[str, Endpoint] | None = None
 
     def answers(self, path: str, method: str = "GET", patience_seconds: float | None = None) -> list[Any]:
-        """The JSON answers of all processes that can be reached.
-
-        Raises:
-            DeltasyncError: a process refuses to answer, or none can be reached.
-        """
+        """The JSON answers of all processes that can be reached; an error if one refuses, or if none can."""
         processes = self._alive()
         with ThreadPoolExecutor(len(processes), thread_name_prefix="each-process") as threads:
             asked = {

@@ -265,12 +265,7 @@ def note_connecting() -> None:
 
 
 def check_process() -> None:
-    """Check that this process may open a channel.
-
-    Raises:
-        ServiceUnavailable: it was forked from a connected process; gRPC would hang or crash here.
-        InvalidInput: gevent has replaced its threads, but not those of gRPC; every greenlet would stand still.
-    """
+    """Check that this process may open a channel."""
     gevent = sys.modules.get("gevent.monkey")  # Not imported here: without it nothing is replaced.
     # Another version of gRPC may not tell.
     if gevent and gevent.is_module_patched("threading") and not getattr(cygrpc, "g_gevent_activated", True):

@@ -323,7 +323,6 @@ _TOKENS = (
     ("token_file", "DELTASYNC_TOKEN_FILE"),
     ("token", "DELTASYNC_ADMIN_TOKEN"),
 )
-_FILE = "DELTASYNC_ENDPOINT"
 
 
 def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -332,7 +331,7 @@ def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) 
     `given["endpoint"]` is the path of the file, by default from DELTASYNC_ENDPOINT.
     """
     arguments = {name: value for name, value in given.items() if value not in (None, "")}
-    file = arguments.pop("endpoint", None) or environment.get(_FILE)
+    file = arguments.pop("endpoint", None) or environment.get("DELTASYNC_ENDPOINT")
     merged: dict[str, Any] = {}
     variables = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
     tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
@@ -458,13 +457,8 @@ _MEANINGS = {
     "http1.x server": "this is an HTTP port: use the service's gRPC address, by default port 50051",
     "WRONG_VERSION_NUMBER": "this port does not use TLS: use http:// and no CA, or the port with TLS",
 }
-# A TLS alert from the peer.
-_ALERT = "_ALERT_"
 # The peer aborted the handshake. gRPC does not report why.
 _BROKEN_OFF = ("Socket closed", "Connection reset", "Broken pipe")
-_BEFORE_A_CONNECTION = "failed to connect"
-# The same over the service's HTTP.
-_NO_ANSWER = "Server disconnected without sending a response"
 
 
 def meaning(details: str, *, tls: bool, certificate: bool) -> str:
@@ -477,10 +471,11 @@ def meaning(details: str, *, tls: bool, certificate: bool) -> str:
     hint = "it may need a client certificate: set cert and key"
     if certificate:
         hint = "it may refuse this client's certificate: is it still valid, and from a CA that the service trusts?"
-    if tls and _ALERT in details:
+    if tls and "_ALERT_" in details:  # A TLS alert from the peer.
         return hint
     refusal = hint if tls else "this port may need TLS: set ca, and use https:// for HTTP"
-    broken_off = _BEFORE_A_CONNECTION in details and any(sign in details for sign in _BROKEN_OFF)
-    if _NO_ANSWER in details:  # A service that is killed leaves like a port of the other kind.
+    broken_off = "failed to connect" in details and any(sign in details for sign in _BROKEN_OFF)
+    # Over HTTP, a service that is killed leaves like a port of the other kind.
+    if "Server disconnected without sending a response" in details:
         return f"the service ended before it answered, or {refusal}"
     return refusal if broken_off else ""

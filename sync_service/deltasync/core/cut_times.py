@@ -105,11 +105,6 @@ class CutTimes:
         """Return a copy for another thread."""
         return replace(self, seconds=dict(self.seconds), deliveries=dict(self.deliveries))
 
-    @property
-    def there_ns(self) -> int:
-        """When it became ready to be sent, by `steady_ns`."""
-        return self.durable_ns + int(self.seconds.get("apply", 0.0) * 1e9)
-
 
 class RecentCuts:
     """The recent cuts of a model. Used in the event loop; any thread may use `durations`.
@@ -150,7 +145,8 @@ class RecentCuts:
             if cut.seal.version <= before or cut.durable_ns < begun_ns:
                 break
             if cut.seal.version <= upto:
-                release = max(0, sent_ns - cut.there_ns) / 1e9
+                applied_ns = cut.durable_ns + int(cut.seconds.get("apply", 0.0) * 1e9)
+                release = max(0, sent_ns - applied_ns) / 1e9
                 newest = release if newest is None else newest
                 cut.deliveries.setdefault(consumer, DeliveryTime()).note(release, (now - sent_ns) / 1e9)
         return newest

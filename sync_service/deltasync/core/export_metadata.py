@@ -40,11 +40,7 @@ class ExportMetadata:
 
     @classmethod
     def of_metadata(cls, path: str, metadata: Mapping[str, str] | None) -> "ExportMetadata":
-        """Read the metadata of the file at `path`.
-
-        Raises:
-            InvalidInput: another program wrote the file, or a later version of deltasync.
-        """
+        """Read the metadata of the file at `path`."""
         if _KEY not in (metadata or {}):
             raise InvalidInput(f"{path} is not an export: write one with `deltasync export`")
         record: dict[str, Any] = json.loads((metadata or {})[_KEY])

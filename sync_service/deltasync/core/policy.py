@@ -36,11 +36,7 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, name: str, value: Any) -> Any:
-        """Check a value of the field `name` from a program, JSON or TOML, and convert it.
-
-        Raises:
-            InvalidInput: the field does not accept it.
-        """
+        """Check a value of the field `name` from a program, JSON or TOML, and convert it."""
 
     def _refuse(self, name: str, value: Any) -> InvalidInput:
         return InvalidInput(f"{name} {shown(value)}: expected {self.expected}")
@@ -164,11 +160,7 @@ class PolicyField:
     flags: tuple[str, ...]
 
     def read(self, value: Any) -> Any:
-        """Check a value from a program, JSON or TOML, and convert it.
-
-        Raises:
-            InvalidInput: the field does not accept it.
-        """
+        """Check a value from a program, JSON or TOML, and convert it."""
         return None if value is None and self.default is None else self.kind.read(self.name, value)
 
 
@@ -276,19 +268,15 @@ class Policy:
 
     def form_of(self, table: TableSpec) -> TableForm:
         """The form in which replicas get a table's rows."""
-        return replace(TableForm.unchanged(table), value_type=self._value_type_of(table), mode=self.mode)
+        value_type = sent_as(table, self.value_type) if table.kind.ranked else None
+        return replace(TableForm.unchanged(table), value_type=value_type, mode=self.mode)
 
     def row_bytes(self, table: TableSpec) -> int:
         """Size of one of a table's rows in a release, in bytes: id and values, or id and norm."""
         return self.form_of(table).wire_spec.row_bytes
 
     def check(self, tables: Sequence[TableSpec]) -> None:
-        """Check the policy against a model's tables.
-
-        Raises:
-            InvalidInput: no table matches, a table cannot be sent in the value type, or `max_bytes` is too small
-                for a row, or for `top_k` rows.
-        """
+        """Check the policy against a model's tables."""
         followed = [table for table in tables if self.follows(table)]
         if not followed:
             if tables:
@@ -337,18 +325,11 @@ class Policy:
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> "Policy":
-        """Read a policy from JSON or TOML. Missing keys get their default.
-
-        Raises:
-            InvalidInput: a key is unknown, or a value has another type or is out of bounds.
-        """
+        """Read a policy from JSON or TOML. Missing keys get their default."""
         names = {each.name for each in FIELDS}
         if unknown := sorted(described.keys() - names):
             raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(names))}")
         return cls(**described)
-
-    def _value_type_of(self, table: TableSpec) -> ValueType | None:
-        return sent_as(table, self.value_type) if table.kind.ranked else None
 
     @property
     def _rows(self) -> int:

@@ -103,12 +103,7 @@ def reaches(held: Position, wanted: Position) -> bool:
 
 
 def later_run_id(first: str, number: int) -> str:
-    """The id of a later run of a trainer, from the id of its first run (32 hexadecimal digits).
-
-    Args:
-        first: the id of the first run.
-        number: number of runs that the trainer has begun since.
-    """
+    """The id of a trainer's run after `number` others, from the id of its first run (32 hexadecimal digits)."""
     return f"{first}+{number}" if number else first
 
 

@@ -73,7 +73,7 @@ class PreCopy:
     def _begin_round(self) -> bool:
         """Begin the next round. Return whether the last one left clearly fewer rows than it began with."""
         for walk in self._walks:
-            walk.begin_again()
+            walk.position, walk.since, walk.copied = 0, walk.began, 0
         before, self._round_bytes = self._round_bytes, self.left_bytes
         self._slot, self._look_at = 0, self._copied
         return self._round_bytes <= max(self.limit, before * _SHRINKS_TO)
@@ -123,7 +123,3 @@ class _Walk:
         table, position = self.table, self.position
         again = table.index.changed_in(0, position, self.began)
         return table.ids_of(np.concatenate([again, table.index.changed_in(position, table.slots, self.since)]))
-
-    def begin_again(self) -> None:
-        """Return to slot 0, for the rows that have changed since the round began."""
-        self.position, self.since, self.copied = 0, self.began, 0

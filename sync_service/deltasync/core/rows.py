@@ -25,16 +25,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 def row_ids(table: str, ids: ArrayLike | Iterable[int]) -> Ids:
-    """Convert row ids of a table to int64 [n].
-
-    Args:
-        table: the name of the table.
-        ids: an array [n] of any integer type, or integers. NumPy and Python take a bool for 0 or 1, and cut off
-            decimals; this refuses both.
-
-    Raises:
-        InvalidInput: they have another type or shape, or exceed int64.
-    """
+    """Convert row ids of a table to int64 [n]. Refuse bools and decimals, which NumPy and Python would convert."""
     if isinstance(ids, Iterable) and not hasattr(ids, "__array__"):
         numbers = list(ids)
         wrong = {each for each in set(map(type, numbers)) if each is bool or not issubclass(each, Integral)}
@@ -149,12 +140,7 @@ class RowBatch:
         return (self[start : start + rows] for start in range(0, len(self), rows))
 
     def check(self) -> None:
-        """Check the rules for senders.
-
-        Raises:
-            InvalidInput: there are no rows, ids are outside the shard or not strictly ascending, a value is NaN or
-                infinite, or rows of another kind than embeddings are deleted.
-        """
+        """Check the rules for senders: ascending ids within the shard, finite values, only embeddings deleted."""
         shard, ids = self.shard, self.ids
         name, first, last = shard.table.name, shard.row_offset, shard.row_offset + shard.rows
         if not len(ids):
@@ -183,11 +169,7 @@ class RowBatch:
             raise InvalidInput(f"table {name!r}: {where}; NaN and infinity cannot be published")
 
     def check_digests(self) -> None:
-        """Check that the rows match their digests.
-
-        Raises:
-            Damaged: a row does not.
-        """
+        """Check that the rows match their digests."""
         if self.digests is None or self.deleted:
             return
         wrong = np.flatnonzero(row_digests(self.values, self.shard.col_offset) != self.digests)

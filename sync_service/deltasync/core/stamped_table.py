@@ -71,14 +71,7 @@ class StampedTable:
     def __init__(
         self, spec: TableSpec, memory: TableMemory = RAM, removed_before: int = 0, *, normed: bool | None = None
     ) -> None:
-        """Make a table of zeros that has never changed.
-
-        Args:
-            spec: the table's definition.
-            memory: where to place its arrays.
-            removed_before: see the attribute.
-            normed: whether it has a norm; None = decide by its spec.
-        """
+        """Make a table of zeros that has never changed. Without `normed`, its spec says whether it has a norm."""
         self.spec = spec
         self.removed_before = removed_before
         self._memory = memory
@@ -111,10 +104,8 @@ class StampedTable:
     def apply(self, rows: RowBatch, number: int) -> int:
         """Overwrite rows, in the columns of their shard, and stamp them with `number`; or delete them.
 
-        Deleting some columns of a row deletes the row once all its columns are zero.
-
-        Returns:
-            The number of rows that do not match their digests; always 0 if replicas hold other bits than stored.
+        Deleting some columns of a row deletes the row once all its columns are zero. Returns the number of rows
+        that do not match their digests; always 0 if replicas hold other bits than stored.
         """
         for take in self.before_change:
             take(rows.ids)
@@ -184,8 +175,7 @@ class StampedTable:
     def grown(self, spec: TableSpec) -> Callable[[], None]:
         """Allocate room for the table as in `spec`, perhaps with more rows. Blocks; any thread may call it.
 
-        Returns:
-            A function for the thread that changes the table, which enlarges it with rows of zeros.
+        Returns a function that enlarges the table with rows of zeros, for the thread that changes it.
         """
         arrays = self._room_for(spec) if spec.rows > self.spec.rows else None
 
@@ -211,13 +201,8 @@ class StampedTable:
     def load(self, ids: Ids, stamps: Stamps, digests: RowDigests, values: Values | None) -> None:
         """Set rows from a checkpoint. Several threads may call it at once for different rows.
 
+        `ids` ascend strictly. `stamps` are negative for deleted rows, which have no `values` and no digests.
         `index`, `counts`, `checksum` and `norm` are wrong until `recount`. Digests are not checked.
-
-        Args:
-            ids: [n], strictly ascending.
-            stamps: [n], negative for deleted rows, otherwise positive.
-            digests: [n]; ignored for deleted rows.
-            values: [n, D]; None = the rows are deleted.
         """
         self._check_loaded(ids, stamps, digests, values)
         ids, stamps = np.require(ids, np.int64, _FLAT), np.require(stamps, np.int64, _FLAT)
@@ -336,8 +321,7 @@ class StampedTable:
     def read(self, ids: Ids, out: Values) -> RowBatch:
         """Copy the rows `ids` ([n], strictly ascending) into `out` ([n, D]), and check their digests.
 
-        Returns:
-            The rows, with `out` as their values, and with their digests if replicas hold rows as stored.
+        Returns them with `out` as values, and with digests if replicas hold rows as stored.
         """
         if not self.held_as_stored:
             np.take(self.rows, self.locate(ids), axis=0, out=out, mode="clip")

@@ -22,11 +22,7 @@ _FP32, _FP16 = VALUE_TYPES
 
 
 def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mask]:
-    """Compare rows `ids` ([n]) of two tables of one type ([*, D]).
-
-    Returns:
-        The L2 norms [n] of the differences, never infinite; and which rows differ in any bit.
-    """
+    """L2 norms [n], never infinite, of the differences of rows `ids` of two tables; which differ in any bit."""
     norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
     if rows.dtype == _FP32:
         compare_fp32(rows.view(np.float32), held.view(np.float32), ids, norms, differs)
@@ -161,14 +157,7 @@ class _Kernels(NamedTuple):
 
 
 class _Compiled(Coding):
-    """An encoding with kernels for fp32 rows. Rows of fp16 are widened, a block at a time.
-
-    Args:
-        dtype: type of the stored numbers.
-        bits: bits of each value.
-        more: additional bytes of a row.
-        kernels: its kernels.
-    """
+    """An encoding with kernels for fp32 rows. Rows of fp16 are widened, a block at a time."""
 
     def __init__(self, dtype: str, bits: int, more: int, kernels: _Kernels) -> None:
         self.dtype = np.dtype(dtype)
@@ -266,11 +255,7 @@ class ValueType(Numbered):
         return self._coding.dim_multiple
 
     def check(self, table: TableSpec) -> None:
-        """Check that a table's rows can be sent in this type.
-
-        Raises:
-            InvalidInput: the table's dim does not permit it.
-        """
+        """Check that a table's rows can be sent in this type."""
         if table.dim % self.dim_multiple:
             raise InvalidInput(
                 f"table {table.name!r} has dim {table.dim}, value type {self.value} needs a multiple of "

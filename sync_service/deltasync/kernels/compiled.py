@@ -3,7 +3,6 @@
 Types are strings in numba's notation, so that importing kernels does not import numba.
 """
 
-import importlib
 import logging
 import os
 import pkgutil
@@ -74,13 +73,7 @@ def intrinsic(module: str, name: str) -> Any:
 
 
 def _compiled(function: Callable[..., Any], **options: Any) -> Callee:
-    return Callee(lambda: _dispatcher(function, options), function)
-
-
-def _dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> Any:
-    import numba
-
-    return numba.njit(**options)(function)
+    return Callee(lambda: import_module("numba").njit(**options)(function), function)
 
 
 # Decorators of functions that are compiled into kernels. Their types are Any, because numba infers them.
@@ -229,17 +222,12 @@ def warm(*modules: ModuleType) -> None:
     """
     named = {module.__name__ for module in modules}
     if not named:
-        _import_all()
+        for module in pkgutil.iter_modules(import_module(_PACKAGE).__path__, f"{_PACKAGE}."):
+            if not module.name.endswith("__"):
+                import_module(module.name)
     for each in imported_kernels():
         if not named or each.function.__module__ in named:
             each.compile()
-
-
-def _import_all() -> None:
-    package = importlib.import_module(_PACKAGE)
-    for module in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
-        if not module.name.endswith("__"):
-            importlib.import_module(module.name)
 
 
 def keep_in(folder: Path) -> None:

@@ -49,15 +49,9 @@ def members(ids: Ids, others: Ids, found: Mask) -> None:
 def judge(
     slots: Numbers, differs: Mask, source_stamps: Numbers, held_stamps: Numbers, dirty: Mask, flags: Flags
 ) -> None:
-    """Determine which rows are dirty. Stamps of deleted rows are negative.
+    """Set which rows are `dirty` [n], and their `flags` [n]. Stamps of deleted rows are negative; all are by slot.
 
-    Args:
-        slots: [n] slots of the rows.
-        differs: [n] whether the values of each row differ from those of replicas.
-        source_stamps: [N] stamps of the rows, by slot.
-        held_stamps: [N] stamps of the rows of replicas, by slot; 0 = never sent.
-        dirty: [n] result.
-        flags: [n] result: `NEVER_SENT` and `DELETED`.
+    `differs` [n] says whether values differ from those of replicas. A stamp of 0 in `held_stamps`: never sent.
     """
     for index in range(slots.shape[0]):
         row = slots[index]
@@ -102,10 +96,8 @@ def merge(
 
     The columns `to_...` ([n + m]) receive the new set. Compared rows that are dirty enter or stay in it with new
     norms and flags; those that enter are dirty since `number`. Compared rows that are clean leave it. `marked` and
-    `cleaned` ([m]) receive the stamps (`held_stamps`, [N]) of rows that enter and leave the set.
-
-    Returns:
-        The numbers of rows in the set, of rows that entered, and of rows that left.
+    `cleaned` ([m]) receive the stamps (`held_stamps`, [N]) of rows that enter and leave the set. Returns the
+    numbers of rows in the set, of rows that entered, and of rows that left.
     """
     row, to, came, left = 0, 0, 0, 0
     for index in range(seen.shape[0] + 1):

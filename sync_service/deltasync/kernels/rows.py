@@ -143,26 +143,13 @@ def write(
     row_floats: NDArray[Any],
     weights: Digests,
 ) -> tuple[np.uint64, float, np.int64]:
-    """Write rows, their stamps and their digests.
+    """Write rows [n, w] at `slots` of a table [N, W], from its word `first` on, with stamps and digests.
 
-    Args:
-        table: [N, W].
-        stamps: [N].
-        digests: [N].
-        floats: [N, D], the table's numbers if the sum of their squares is kept.
-        first: index in the table's rows of the first word of `rows`.
-        first_float: index of the first number.
-        slots: [n], positions of the rows in the table's arrays.
-        ids: [n], ids of the rows.
-        rows: [n, w].
-        row_stamps: [n], or [1] for all.
-        row_digests: [n], digests of these words; [0] to compute them here, if `rows` are whole rows.
-        row_floats: [n, d], the numbers of `rows`; [n, 0] if the sum of squares is not kept.
-        weights: [w] weights of the words; [0] for whole rows whose given digests are not checked.
-
-    Returns:
-        The changes of the table's checksum, and of the sum of the squares of its numbers; the number of rows that
-        do not match their given digests.
+    `row_stamps` are [n], or [1] for all. `row_digests` are those of the written words; [0] to compute them here,
+    if `rows` are whole rows. `weights` are [w]; [0] for whole rows whose given digests are not checked.
+    `row_floats` are the numbers of `rows`, from number `first_float` of the table's `floats` on; [n, 0] if no sum
+    of squares is kept. Returns the changes of the table's checksum and sum of squares, and the number of wrong
+    digests.
     """
     change, square_change, wrong = _U64(0), np.float64(0), np.int64(0)
     whole = rows.shape[1] == table.shape[1]

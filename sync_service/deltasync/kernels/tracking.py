@@ -74,20 +74,11 @@ def mark_looked_up(
     marks: Marks,
     counts: NDArray[np.int64],
 ) -> int:
-    """Mark the rows of several tables that a lookup used, like `mark`.
+    """Mark the rows of several tables that a lookup used, like `mark`; return the number of their ids.
 
-    Args:
-        ids: [n], key by key.
-        ends: bounds of the ids of each key, [keys + 1]; or of each bag, [bags + 1], with equally many bags for
-            each key.
-        keys: number of keys.
-        tables: [tables, 5]: its column in `counts`, its first key, the key after its last, its first word of
-            marks, its rows.
-        marks: marks of all tables, one after the other.
-        counts: [any number, tables]; the numbers of ids are added to each row.
-
-    Returns:
-        The number of ids of these tables.
+    `ids` are in order of their keys; `ends` bound those of each key, or of each of equally many bags per key. A
+    row of `tables` has its column in `counts`, its first key, the key after its last, its first word of `marks`,
+    and its rows. The numbers of ids are added to each row of `counts`.
     """
     total, bags = 0, (ends.shape[0] - 1) // keys
     for number, first_key, end_key, first_word, rows in tables:
@@ -246,19 +237,11 @@ _READ_IDS = readable(int64, 1)
 
 @kernel(int64(_READ_IDS, _READ_IDS, int64, int64, int64, writable(int64, 1)))
 def read_sorted(raw_ids: Ids, rows: Ids, row_offset: int, first: int, end: int, column: Ids) -> int:
-    """Write the raw id of each row, with all bits except the sign flipped, to `column`.
+    """Write the raw id of each row, with all bits except the sign flipped, to `column`, which is zeros.
 
-    Args:
-        raw_ids: [n], ascending; the largest int64 stands for none.
-        rows: [n], the row of each raw id, plus `row_offset`.
-        row_offset: see `rows`.
-        first: the first raw id of a range.
-        end: its end.
-        column: [rows], zeros.
-
-    Returns:
-        The number of raw ids outside the range; `UNSOUND` if raw ids do not ascend, or a row does not exist or
-        occurs twice: `column` is then useless.
+    `raw_ids` ascend, and the largest int64 stands for none; `rows` has the row of each, plus `row_offset`. Returns
+    the number of raw ids outside of `first` to `end`; `UNSOUND`, with a useless column, if raw ids do not ascend,
+    or a row does not exist or occurs twice.
     """
     outside = taken = 0
     before = np.int64(0)

@@ -50,8 +50,7 @@ def wire_bytes(target: Recorder) -> int:
     return sum(release.bytes for release in target.releases)
 
 
-@pytest.mark.parametrize("consumer", ["plain", "ranked", "int8"])
-@pytest.mark.parametrize("changes", [0, 1])
+@pytest.mark.parametrize(("consumer", "changes"), [("plain", 0), ("ranked", 1), ("int8", 1)])
 def test_only_what_has_changed_is_sent(service: RunningService, url: str, consumer: str, changes: int) -> None:
     with Trainer(service.grpc) as trainer:
         head = checkpoint(service, trainer)
@@ -92,8 +91,9 @@ def remade(service: RunningService) -> Trainer:
     return Trainer(service.grpc, [TableSpec("user", 60, 4), ITEM], run="later", started=2, seed=3)
 
 
-@pytest.mark.parametrize("later", [grown, with_another_table, remade])
-@pytest.mark.parametrize("consumer", ["plain", "ranked"])
+@pytest.mark.parametrize(
+    ("consumer", "later"), [("plain", grown), ("ranked", with_another_table), ("ranked", remade)]
+)
 def test_tables_may_have_changed_since(
     service: RunningService, url: str, consumer: str, later: Callable[[RunningService], Trainer]
 ) -> None:

@@ -83,8 +83,7 @@ def damaged(consumer: str) -> str:
     return f"replica damaged: consumer={consumer} replica=a its rows differ from those sent in user"
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(("kind", "consumer"), [("numpy", "predictors"), ("torch", "top")])
 def test_the_next_release_of_a_damaged_row_repairs_it(
     service: RunningService, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
@@ -119,8 +118,7 @@ def test_a_new_process_finds_any_row_that_was_changed(
     assert set(damages(caplog)) == {damaged("top")}
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(("kind", "consumer"), [("numpy", "predictors"), ("torch", "top")])
 def test_a_target_with_rows_of_an_earlier_process_is_not_damaged(
     service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
@@ -154,7 +152,7 @@ class Forgetful(Recorder):
 
 @pytest.mark.parametrize("service", [{"progress_seconds": 0.01}], indirect=True, ids=["repaired often"])
 @pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("lossy", [1, 3])
+@pytest.mark.parametrize("lossy", [2])
 def test_a_first_release_that_arrives_damaged_is_repaired_too(
     service: RunningService,
     caplog: pytest.LogCaptureFixture,
@@ -260,29 +258,6 @@ def test_checksums_that_are_missing_later_count(service: RunningService, trainer
     raw.say(position, {0: sums[0]})
     lag = lag_at(position)
     assert (lag["state"], lag["replicas"][0]["unbound"]) == ("partial", ["item"])
-
-
-def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService, trainer: Trainer) -> None:
-    trainer.publish_all()
-    with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
-        one = Raw(stream)
-        first, right, _ = one.take()
-        one.say(first, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
-        trainer.change(5)
-        second, right, _ = one.take()
-        one.say(second, {**right, 0: 5})
-        wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
-    with ReplicaStream(service.grpc, consumer="top", replica="raw", held=first) as stream:
-        one = Raw(stream)
-        # Shown until it is known to be sound.
-        wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
-        again, right, _ = one.take()
-        one.say(again, {**right, 0: 5})
-        repair, right, whole = one.take()
-        assert (again, repair, whole) == (second, second, [0])
-        one.say(repair, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
 
 
 def test_checksums_are_of_what_values_stand_for(service: RunningService, trainer: Trainer) -> None:

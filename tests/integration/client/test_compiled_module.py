@@ -237,6 +237,12 @@ def test_a_copy_has_constants_of_its_own(model: Model) -> None:
 
 
 @pytest.mark.nightly
+def test_a_package_without_the_named_model_is_refused(package: Path) -> None:
+    with pytest.raises(NotFound, match=r"model 'other' of .* has 0 libraries"):
+        CompiledModule(package, name="other")
+
+
+@pytest.mark.nightly
 def test_constants_outlive_the_module(package: Path) -> None:
     kept = followed(compiled_model(package)).tables()["over.layers.0.weight"]
     assert torch.equal(kept, weights(1)["over.layers.0.weight"])
@@ -294,14 +300,12 @@ def test_packages_that_cannot_follow_are_refused(tmp_path: Path, options: dict[s
         CompiledModule(compile_over(tmp_path / "over.pt2", **options))
 
 
-def test_what_is_no_package_is_refused(package: Path, tmp_path: Path) -> None:
+def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt2").write_text("no archive")
     with pytest.raises(NotFound, match="there is no such file"):
         CompiledModule(tmp_path / "none.pt2")
     with pytest.raises(InvalidInput, match="not a package"):
         CompiledModule(tmp_path / "text.pt2")
-    with pytest.raises(NotFound, match=r"model 'other' of .* has 0 libraries"):
-        CompiledModule(package, name="other")
 
 
 @pytest.mark.nightly

@@ -130,8 +130,10 @@ def test_who_follows_only_a_part_is_never_in_sync(
             assert "a lacks item" in lag["reason"]
 
 
-@pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("later", [[*TABLES, SHOP], [USER, TableSpec("item", 70, 16, ITEM.dtype)]])
+@pytest.mark.parametrize(
+    ("consumer", "later"),
+    [("top", [*TABLES, SHOP]), ("predictors", [USER, TableSpec("item", 70, 16, ITEM.dtype)])],
+)
 def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial(
     service: RunningService, consumer: str, later: list[TableSpec]
 ) -> None:
@@ -165,17 +167,6 @@ def test_a_consumer_that_follows_more_makes_its_replicas_partial(service: Runnin
         assert lag["replicas"][0]["unbound"] == ["item"]
         admin_of(service).update_consumer("users", Policy(tables=("user",)))
         wait_until_in_sync(service, "users", head)
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_callback_is_delivered_to(service: RunningService, consumer: str) -> None:
-    taken = list[Release]()
-    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", CallbackTarget(taken.append)):
-        for head in (trainer.publish_all(), trainer.change(5)):
-            lag = until(service, consumer, "delivered", head)
-            assert "not confirmed by checksums yet: a" in lag["reason"]
-            assert not lag["replicas"][0]["checked"]
-    assert all(release.changes for release in taken)
 
 
 def right(end: Any) -> dict[int, int]:

@@ -49,6 +49,7 @@ with Subscriber(SubscriberOptions(service=sys.argv[1], consumer="predictors", re
 """
 
 
+@pytest.mark.nightly
 def test_memory_of_a_large_release_is_given_back(running: RunningService) -> None:
     with Trainer(running.grpc, [LARGE]) as trainer:
         trainer.rows["large"] = np.ones((LARGE.rows, LARGE.dim), np.float32)
@@ -152,7 +153,7 @@ def target_of(kind: str, reads: Reads = "pause") -> Any:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "keyed"])
-@pytest.mark.parametrize("cut_after", [0, 3])
+@pytest.mark.parametrize("cut_after", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_first_copy_is_written_in_parts_and_read_when_complete(
     running: RunningService, trainer: Trainer, kind: str, cut_after: int
 ) -> None:

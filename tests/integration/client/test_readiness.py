@@ -3,15 +3,12 @@ a limit, at least once since it was started. Each way in which it could be false
 
 1.  a replica has just started: nothing is held, or the consumer's model does not exist;
 2.  it says that it holds something (`held`): shown by nobody before the service says so;
-3.  it was away, and so was its fleet: no release was made meanwhile, and it holds the newest there is;
-4.  it was frozen, or slow: what it then reads was true when it was sent;
-5.  the service is gone, or frozen: nothing comes that could say so;
-6.  clocks are set, or differ: `tests/unit/client/test_readiness.py`, with all other delays;
-7.  it holds other rows than it was sent, or does not hold what it says that it does;
-8.  it could not apply a release, has stopped, or was closed;
-9.  a table has grown out of its target: what it holds of that gets older;
-10. it learns nothing of another limit;
-11. the service is of before, and says nothing.
+3.  it was away, frozen or slow, the service is gone, or clocks are set or differ: `unit/client/test_readiness.py`;
+4.  it holds other rows than it was sent, or does not hold what it says that it does;
+5.  it could not apply a release, has stopped, or was closed;
+6.  a table has grown out of its target: what it holds of that gets older;
+7.  it learns nothing of another limit;
+8.  the service is of before, and says nothing.
 
 And no replica that is ready is made to look otherwise by a trainer that pauses, or by a steady stream of cuts.
 """
@@ -33,8 +30,6 @@ from tests.support.fleet import (
     Trainer,
     admin_of,
     follow,
-    lost,
-    wait_for_lag,
 )
 from tests.support.server import RunningService
 from tests.support.state import Reachable
@@ -43,7 +38,6 @@ from tests.support.wire import ReplicaStream, ack
 from deltasync.base.clock import steady_ns
 from deltasync.client import (
     CallbackTarget,
-    Contradiction,
     Decision,
     DeltasyncError,
     NumpyTarget,
@@ -59,12 +53,10 @@ LIMIT = 30.0
 POLICIES = {
     "limited": Policy(ready_within_seconds=LIMIT),
     "top": Policy(top_k=0.5, ready_within_seconds=LIMIT),
-    "quick": Policy(ready_within_seconds=1),
 }
 # Idle streams look for changes often.
 OPTIONS: dict[str, Any] = {"progress_seconds": 0.02, "releases": AT_ONCE}
 EVERY = ["predictors", "limited", "top"]
-WITH_LIMIT = ["limited", "top"]
 
 
 class Clock:
@@ -133,37 +125,6 @@ class Watched(Recorder):
     def watch(self, subscriber: Subscriber) -> None:
         self.subscriber = subscriber
         self.known.set()
-
-
-class Held(NumpyTarget):
-    """Can be made to wait in the middle of a release."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go = threading.Event(), threading.Event()
-        self.go.set()
-
-    def hold(self) -> None:
-        self.begun.clear()
-        self.go.clear()
-
-    def apply(self, release: Release) -> None:
-        self.begun.set()
-        assert self.go.wait(WAIT)
-        super().apply(release)
-
-
-class Damaging(Recorder):
-    """Writes something else than it is given, once into each table that is named."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.damages = list[str]()
-
-    def apply(self, release: Release) -> None:
-        super().apply(release)
-        while self.damages:
-            self.tables[self.damages.pop()][:1].fill(7)
 
 
 @pytest.mark.parametrize("consumer", EVERY)
@@ -247,82 +208,6 @@ def test_a_replica_with_earlier_rows_is_ready_once_the_service_confirms(tmp_path
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_a_replica_that_was_away_is_ready_once_it_has_caught_up(
-    service: RunningService, trainer: Trainer, service_clock: Clock, consumer: str
-) -> None:
-    """With its whole fleet away, the release it holds is still the newest when it comes back."""
-    with lost(follow(service, consumer, "a", NumpyTarget())) as replica:
-        replica.wait_for(trainer.publish_all(), WAIT)
-    wait_for_lag(service, consumer, lambda lag: not lag["replicas"][0]["connected"])
-    tables = {name: rows.copy() for name, rows in trainer.rows.items()}
-    head = trainer.change(10)
-    service_clock.move_on(2 * LIMIT)
-    target = Watched()
-    target.tables = tables
-    with follow(service, consumer, "a", target, held=replica.held) as back:
-        target.watch(back)
-        back.wait_for(head, WAIT)
-        back.wait_until_ready(WAIT)
-    upto = next(n for n, release in enumerate(target.releases) if release.version >= head.number)
-    assert not any(target.ready[: upto + 1])
-
-
-@pytest.mark.parametrize("consumer", WITH_LIMIT)
-def test_a_short_absence_is_no_reason(service: RunningService, trainer: Trainer, consumer: str) -> None:
-    told = Told()
-    with follow(service, consumer, "a", Recorder(), on_readiness=told) as replica:
-        trainer.publish_all()
-        replica.wait_until_ready(WAIT)
-        with ReplicaStream(service.grpc, consumer=consumer, replica="a") as other:
-            other.until("opened")  # It takes the place, and goes.
-        replica.wait_for(trainer.change(5), WAIT)
-        assert replica.ready
-    assert [told.next().yes, told.next().yes] == [True, False]
-
-
-@pytest.mark.parametrize("consumer", WITH_LIMIT)
-def test_messages_from_before_a_standstill_make_no_replica_ready(
-    service: RunningService, clock: Clock, consumer: str
-) -> None:
-    """The service has gone since: all that the replica still reads was true when it was sent."""
-    target = Held()
-    with follow(service, consumer, "a", target, tuning=Tuning(clock=clock)) as replica:
-        with Trainer(service.grpc) as trainer:
-            trainer.publish_all()
-            replica.wait_until_ready(WAIT)
-            target.hold()
-            head = trainer.change(5)
-            assert target.begun.wait(WAIT)
-        clock.move_on(2 * LIMIT)
-        assert not replica.ready
-        service.stop()
-        target.go.set()
-        replica.wait_for(head, WAIT)
-        assert not replica.ready
-
-
-@pytest.mark.parametrize("consumer", ["quick", "predictors"])
-def test_when_the_service_is_gone_the_limit_counts_though_nothing_comes(tmp_path: Path, consumer: str) -> None:
-    told = Told()
-    with RunningService(tmp_path / "data", policies=POLICIES, **OPTIONS) as service:
-        replica = follow(service, consumer, "a", NumpyTarget(), on_readiness=told)
-        with Trainer(service.grpc) as trainer:
-            trainer.publish_all()
-        assert told.next().yes
-    with replica:
-        if consumer == "quick":
-            decision = told.next()
-            assert "the limit is 1 s" in decision.reason
-            assert "it reconnects: " in replica.readiness.reason
-            assert not decision.yes
-        else:
-            assert replica.ready
-            replica.close()
-            assert told.next() == Decision(False, "its subscriber was closed")
-    assert told.decisions.empty()
-
-
-@pytest.mark.parametrize("consumer", EVERY)
 def test_one_that_holds_other_rows_is_not_ready_until_repaired(service: RunningService, consumer: str) -> None:
     target, told = Recorder(), Told()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, on_readiness=told) as replica:
@@ -348,45 +233,6 @@ def test_a_replica_that_has_lost_its_rows_is_repaired_before_it_is_ready(
             empty.wait_until_ready(WAIT)
             assert target.bytes() == trainer.expected()
             assert target.ready == [False, False], "asked to show it, then repaired"
-
-
-def test_rows_of_another_history_do_not_make_repaired_rows_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the rows that take its place nobody has said that they are new."""
-    target = Damaging()
-    with (
-        RunningService(tmp_path / "one", policies=POLICIES, **OPTIONS) as service,
-        Trainer(service.grpc) as trainer,
-    ):
-        replica, port = follow(service, "limited", "a", target), int(service.grpc.rpartition(":")[2])
-        trainer.publish_all()
-        replica.wait_until_ready(WAIT)
-    monkeypatch.setattr("deltasync.model.model.Model.behind_ns", lambda *_: int(2 * LIMIT * 1e9))
-    target.damages.append("item")
-    with replica, RunningService(tmp_path / "other", policies=POLICIES, grpc_port=port, **OPTIONS) as service:
-        with Trainer(service.grpc) as trainer:
-            replica.wait_for(trainer.publish_all(), WAIT)
-        assert [release.resync for release in target.releases] == [True, True, False]
-        assert not replica.ready, replica.readiness
-
-
-def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningService, trainer: Trainer) -> None:
-    told, broken = Told(), list[bool]()
-
-    def apply(_: Release) -> None:
-        if broken:
-            raise Contradiction("no room for it")
-
-    with follow(service, "predictors", "a", CallbackTarget(apply), on_readiness=told) as replica:
-        trainer.publish_all()
-        assert told.next().yes
-        broken.append(True)
-        trainer.change(3)
-        assert told.next() == Decision(False, "its subscriber has stopped: no room for it")
-        with pytest.raises(Contradiction, match="no room for it"):
-            replica.wait_until_ready(WAIT)
-    assert replica.readiness.reason == "its subscriber has stopped: no room for it"
 
 
 class Part(NumpyTarget):

@@ -59,14 +59,11 @@ def contents(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("value_type", "served"),
     [
-        (ValueType.FP16, half(torch.float16)),
         (ValueType.BF16, half(torch.bfloat16)),
-        (ValueType.INT8_TBE, of_bits(8)),
         (ValueType.INT4_TBE, of_bits(4)),
         (ValueType.INT8_TBE, of_bits(8, torch.float16)),
-        (ValueType.INT8_TBE, of_bits(8, torch.bfloat16)),
     ],
-    ids=["fp16", "bf16", "int8", "int4", "int8 and fp16", "int8 and bf16"],
+    ids=["bf16", "int4", "int8 and fp16"],
 )
 def test_a_predictor_holds_what_converting_the_trainers_model_gives(
     service: RunningService, value_type: ValueType, served: Callable[[Model], nn.Module]

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -19,12 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import shared_c, shared_memory
-from tests.support.deployments import COMMAND
-from tests.support.fleet import Trainer
+from tests.support.examples import examples
 from tests.support.forked_child import answers_in_a_fork
 from tests.support.keyed_model import CHANGES, ITEM, ROWS, TABLES, USER, Change, KeyedModel
 from tests.support.programs import killed
-from tests.support.server import RunningService
 from tests.support.shared_c import CReader, compiled
 from tests.support.shared_memory import attached, header, move, pins, release_of
 from tests.support.waiting import wait_for
@@ -37,7 +34,6 @@ from deltasync.client.shared.target import SharedTarget
 from deltasync.client.targets.keyed_table import KeyIndex
 from deltasync.core.tables import FREE_ID, TableKind
 
-CONSUMER = "predictors"
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
 KEYS = np.array([*range(-3, ROWS + 3), -(2**63), 2**63 - 2, 2**63 - 1])
 IDS = np.arange(ROWS + 3)[::-1].copy()
@@ -158,7 +154,7 @@ def check_equal(c: CReader, python: SharedReader, tables: list[TableSpec]) -> No
     assert c.age(told) == pytest.approx(now.age_seconds, abs=60)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples() // 4)
 @given(steps=st.lists(st.tuples(CHANGES, st.booleans(), WHOLE, st.booleans()), min_size=1, max_size=5))
 def test_c_reads_the_same_rows_and_keys_as_python(
     functions: Any, steps: list[tuple[Change, bool, frozenset[str], bool]]
@@ -371,6 +367,7 @@ def parsed(line: str) -> tuple[int, int, int, float | None]:
     return int(user), int(item), int(version), None if found == "missing" else float.fromhex(found)
 
 
+@pytest.mark.nightly  # The example is compiled.
 def test_a_predictor_in_cpp_agrees_with_python_during_releases(predictor: Path, folder: Path) -> None:
     asked = [(user, item) for user in range(0, 1000, 37) for item in range(-1, 42, 3)]
     expected, answers = set[tuple[int, int, int, float | None]](), list[str]()
@@ -400,33 +397,7 @@ def test_a_predictor_in_cpp_agrees_with_python_during_releases(predictor: Path, 
     assert {product is None for _, _, _, product in found} == {True, False}
 
 
-def test_readers_in_c_and_python_agree_and_notice_a_killed_mirror(
-    tmp_path: Path, functions: Any, predictor: Path, folder: Path
-) -> None:
-    tables = [TableSpec("user", 30, 16), TableSpec("item", 20, 16)]
-    asked = [(user, item) for user in range(-1, 30, 3) for item in range(0, 24, 2)]
-    command = [*COMMAND, "mirror", "m", "--consumer", CONSUMER, "--directory", str(folder)]
-    with RunningService(tmp_path / "data") as service, Trainer(service.grpc, tables) as trainer:
-        trainer.publish_all()
-        for each in tables:  # Whole numbers, whose sum is exact in any order.
-            trainer.rows[each.name][:] = np.arange(each.rows * 16).reshape(-1, 16) % 7
-        trainer.publish_some({})
-        with killed(subprocess.Popen([*command, "--service", service.grpc])):
-            wait_for(lambda: (layout.folder_of("m", folder) / layout.CONTROL).exists())
-            python = attached(folder)
-            wait_for(lambda: python.readiness.yes)
-            with killed(started(predictor, layout.folder_of("m", folder), "user", "item", 2)) as process:
-                answers, _ = process.communicate("".join(f"{user} {item}\n" for user, item in asked))
-            c = CReader(functions, layout.folder_of("m", folder))
-            wait_for(lambda: c.ready()[0] and python.readiness.yes)
-    expected = {score(python, *each) for each in asked}
-    assert {product is None for *_, product in expected} == {True, False}
-    assert {parsed(line) for line in answers.splitlines()} == expected
-    wait_for(lambda: not c.ready()[0] and not python.readiness.yes)  # It was killed without a goodbye.
-    assert "last heartbeat was" in python.readiness.reason
-    c.detach()
-
-
+@pytest.mark.nightly  # The example is compiled.
 def test_a_predictor_in_cpp_attaches_to_a_recreated_mirror(predictor: Path, folder: Path) -> None:
     path = layout.folder_of("m", folder)
     with mirror(folder) as target:
@@ -480,16 +451,3 @@ def test_a_reader_in_cpp_holds_its_version_and_the_mirror_waits(holder: Path, fo
             out, _ = process.communicate("\n")
             assert out == f"{shared_c.OK} {shared_c.OK}\n"
             applying.join()
-
-
-def test_the_mirror_goes_on_when_a_reader_in_cpp_is_killed(holder: Path, folder: Path) -> None:
-    with mirror(folder, longest_pin_seconds=600.0) as target:
-        target.apply(release_of(1))
-        with killed(started(holder, layout.folder_of("m", folder))) as process:
-            assert process.stdout
-            assert process.stdout.readline() == "1\n"
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            for version in (2, 3, 4):
-                target.apply(release_of(version))
-        assert attached(folder).version().version == 4

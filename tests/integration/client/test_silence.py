@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.fleet import WAIT, Recorder, Trainer, follow, wait_until_in_sync
 from tests.support.grpc_proxy import GrpcProxy
+from tests.support.proxy import Proxy
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 from tests.support.wire import RankStream, ReplicaStream
@@ -24,7 +25,7 @@ def proxy(service: RunningService) -> Iterator[GrpcProxy]:
         yield proxy
 
 
-def follow_through(proxy: GrpcProxy, target: Recorder) -> Subscriber:
+def follow_through(proxy: GrpcProxy | Proxy, target: Recorder) -> Subscriber:
     return follow(type("Proxied", (), {"grpc": proxy.address})(), "predictors", "p", target)
 
 
@@ -43,10 +44,27 @@ def test_both_sides_of_a_dead_connection_notice_and_go_on(service: RunningServic
         assert not {*before} & {*proxy.peers[len(before) :]}, "a new stream has a new connection"
 
 
+def test_both_sides_notice_a_half_open_tcp_connection(service: RunningService) -> None:
+    target, before = Recorder(), len(lost(service))
+    with (
+        Proxy(service.grpc) as proxy,
+        Trainer(proxy.address, run="half-open", started=2) as trainer,
+        follow_through(proxy, target) as replica,
+    ):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        proxy.stall()
+        clients = (trainer.publisher, replica)
+        wait_for(lambda: not any(each.connection.connected for each in clients))
+        wait_for(lambda: lost(service)[before:] and not any(each["connected"] for each in ranks_of(service)))
+        proxy.go_on()
+        wait_until_in_sync(service, "predictors", trainer.change(5))
+        assert target.bytes() == trainer.expected()
+
+
 def test_an_idle_publisher_and_the_service_notice_a_dead_connection(
     service: RunningService, proxy: GrpcProxy
 ) -> None:
-    with Trainer(proxy.address, run="idle", started=2) as trainer:
+    with Trainer(proxy.address, run="idle", started=3) as trainer:
         trainer.publish_all()
         proxy.fall_silent()
         wait_for(lambda: not trainer.publisher.connection.connected)
@@ -66,7 +84,7 @@ def test_a_silent_replica_is_away_and_clients_without_alive_stay(
         rank.publish_all()
         replica.until("opened")
         events = len(lost(service))
-        with Trainer(service.grpc, run="away", started=3) as trainer, follow_through(proxy, Recorder()):
+        with Trainer(service.grpc, run="away", started=4) as trainer, follow_through(proxy, Recorder()):
             trainer.publish_all()
             wait_for(lambda: replicas(service).get("p", {}).get("offset"))
             # Otherwise its next stream might replace this one before the service notices.

@@ -247,6 +247,16 @@ def test_a_writer_that_waits_for_long_names_the_readers(caplog: pytest.LogCaptur
     assert said.endswith(f"and still waits; their threads: a thread that has ended, {name}")
 
 
+def test_a_waiting_writer_goes_before_a_reader_that_comes_later() -> None:
+    gate, seen = Observed(), list[str]()
+    with ExitStack() as later, gate.reading():
+        for name, block in (("writer", gate.writing()), ("reader", gate.reading())):
+            later.enter_context(threads(through(block, seen, name)))
+            gate.until_waiting()
+        assert seen == []
+    assert seen == ["writer", "reader"]
+
+
 @pytest.mark.parametrize("kind", ["reading", "writing"])
 def test_an_interrupted_thread_keeps_nobody_out(kind: str) -> None:
     gate, seen = Interrupted(), list[str]()

@@ -167,13 +167,13 @@ def test_a_mirror_killed_while_tables_grow_leaves_no_file(tmp_path: Path) -> Non
 
 
 def kills(folder: Path, is_killed: Callable[[int], bool], size: str = TWO_SIDES) -> int:
-    """Call a function for each fence in new memory, by day for every third; returns the number of fences."""
+    """Call a function for each fence in new memory, by day for every seventh; returns the number of fences."""
 
     def work() -> None:
         number = 1
         while is_killed(number):
             shutil.rmtree(layout.folder_of("m", folder))
-            number += 1 if examples() > 20 else 3
+            number += 1 if examples() > 20 else 7
         (folder.parent / "number").write_text(str(number))
 
     in_tmpfs(folder, f"size={size}", work)

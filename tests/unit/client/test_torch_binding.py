@@ -351,14 +351,6 @@ def test_autograd_notices_a_release() -> None:
         squared.backward()
 
 
-def test_a_later_table_that_has_a_place_is_followed() -> None:
-    target = TorchTarget(Model())
-    target.apply(release_of(1, rows_of(USER, 1), resync=True))
-    target.apply(release_of(2, rows_of(ITEM, 2), tables=[USER, ITEM]))
-    assert target.bound() == {USER.name, ITEM.name}
-    assert set(target.tables()[ITEM.name].flatten().tolist()) == {2}
-
-
 def test_a_release_is_written_to_the_current_memory_of_a_module() -> None:
     model = Model()
     target = TorchTarget(model)

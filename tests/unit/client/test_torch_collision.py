@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -407,6 +408,23 @@ def test_modules_with_similar_names_have_their_own_maps() -> None:
     target.apply(dataclasses.replace(release, tables=[*TABLES, *towers]))
     assert target.bound() == {each.name for each in [*TABLES, *towers]}
     assert (rows_for(model, 9), rows_for(model["tower"], 9)) == ([3], [ROWS - 1])
+
+
+def test_a_map_in_many_chunks_is_sorted_as_often_as_a_whole_one() -> None:
+    """Each time costs as much as the map has rows."""
+    ids, sorts = {row: 1000 - row for row in range(ROWS - 1)}, list[int]()
+
+    def count(_: Any, event: str, called: Any) -> None:
+        sorts[-1] += event == "c_call" and called.__name__ == "argsort"
+
+    for rows in (ROWS, 2):
+        model, release = model_of(sorting()), release_of(1, resync=True, ids=ids)
+        sorts.append(0)
+        sys.setprofile(count)
+        TorchTarget(model).apply(dataclasses.replace(release, rows=[*release.rows[0].blocks(rows)]))
+        sys.setprofile(None)
+        assert rows_for(model, *ids.values()) == [*ids]
+    assert sorts[0] == sorts[1] > 0
 
 
 def test_a_map_without_its_module_is_refused_with_the_known_modules() -> None:

@@ -36,7 +36,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from deltasync.base.errors import Contradiction
-from deltasync.client import Position, RowBatch, TableKind, TableSpec
+from deltasync.client import RowBatch, TableKind, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_binding import bind
@@ -161,20 +161,7 @@ def test_a_replaced_collection_is_refused() -> None:
     assert_like_fresh(module, model)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_copy_of_a_module_has_memory_of_its_own(bits: int) -> None:
-    model, value_type = Model(), TYPES[bits][0]
-    module = quantised(model, bits)
-    target = TorchTarget(module)
-    target.apply(whole(model, value_type))
-    twin, other = copy.deepcopy(module), with_other_rows(model)
-    TorchTarget(twin).apply(whole(other, value_type))
-    assert_like_fresh(twin, other, bits)
-    assert_like_fresh(module, model, bits)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize(("bits", "registered"), [(8, True), (4, False)])
 def test_what_no_table_brings_is_warned_of(bits: int, registered: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     module = quantised(model, bits)
@@ -351,10 +338,15 @@ def test_traced_and_scripted_modules_see_writes_to_their_original(bits: int) -> 
 
 
 @pytest.mark.usefixtures("among_cpus")
-@pytest.mark.parametrize("reads", ["pause", "copies"])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
-@pytest.mark.parametrize("sharding", ["", "table_wise", "row_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "sequences", "bits", "reads"),
+    [
+        ("", False, 4, "copies"),
+        ("table_wise", True, 4, "pause"),
+        ("row_wise", False, 8, "pause"),
+        ("row_wise", True, 4, "copies"),
+    ],
+)
 def test_a_module_sharded_for_inference_follows_with_two_copies(
     sharding: str, sequences: bool, bits: int, reads: Reads
 ) -> None:
@@ -407,15 +399,3 @@ def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
             *(f"model.sparse.feature_processor.position_weights.{name}" for name in SIZES),
         ]
     )
-
-
-def test_rows_that_come_in_another_form_than_before_are_refused() -> None:
-    module = quantised(Model(), 8)
-    target = TorchTarget(module)
-    target.apply(whole(Model(), ValueType.INT8_TBE))
-    before, other = tbe_bytes(module), whole(Model(), ValueType.FP32)
-    with pytest.raises(Contradiction, match="set value_type int8-tbe"):
-        target.apply(dataclasses.replace(other, position=Position("other", 2)))
-    assert tbe_bytes(module) == before
-    with target.reading() as reading:
-        assert reading.position.number == 1

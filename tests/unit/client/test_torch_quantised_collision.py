@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.examples import examples
 from tests.support.quantised_model import TYPES, Shards, collision_sharders, on_cpu, quantised, sharded, tbe_bytes
 from tests.support.targets import read_rows
 from tests.unit.client.test_torch_collision import (
     DIM,
     FREE,
-    ITEM,
     LARGEST,
     MAP,
     MODULE,
@@ -39,7 +39,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
-from deltasync.base.errors import Contradiction, NotFound
+from deltasync.base.errors import Contradiction
 from deltasync.client import Release, RowBatch
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
@@ -87,9 +87,7 @@ def encoded(release: Release, value_type: ValueType = ValueType.INT8_TBE) -> Rel
     return dataclasses.replace(release, rows=rows, tables=tables)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
-@pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
+@pytest.mark.parametrize(("hashes", "sequences", "bits"), [(False, False, 8), (True, False, 4), (False, True, 4)])
 def test_ids_take_rows_and_values_of_the_model_quantised_anew(hashes: bool, sequences: bool, bits: int) -> None:
     model = model_of(hashing() if hashes else sorting(), sequences=sequences)
     module = quantised(model, bits)
@@ -127,6 +125,7 @@ def looked_up(model: Any, raw_ids: Sequence[int], lengths: Sequence[int] = ()) -
     return rows
 
 
+@settings(max_examples=examples() // 2)
 @given(
     st.booleans(),
     st.booleans(),
@@ -230,29 +229,7 @@ def of_items(release: Release) -> list[Any]:
     return [type(each).of_table(of_item(each.table), each.ids, each.values) for each in release.rows]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
-def test_two_copies_take_turns(sequences: bool, bits: int) -> None:
-    model = model_of(sorting(), sequences=sequences)
-    target, plain = TorchTarget(shards_of(model, 2, bits), reads="copies"), TorchTarget(model)
-    form = as_sequences if sequences else lambda release: release
-    for number in (1, 2, 3, 4):  # Each copy is served twice.
-        changed = {number: 100 + number, 11 - number: 200 + number}
-        ranges = ranges_of(2, 190) if number == 1 else {}
-        rows = {row: float(number) for row in changed} | {5: -1.0, 11: 9.0 + number}
-        release = form(release_of(number, resync=number == 1, ids=changed, rows=rows, ranges=ranges))
-        plain.apply(release)
-        target.apply(encoded(release, TYPES[bits][0]))
-        raw_ids = [101, 201, 102, 202, 103, 203, 7, 150]
-        with target.reading() as reading:
-            assert looked_up(reading.module, raw_ids) == looked_up(quantised(model, bits), raw_ids)
-    rows_of_map = read_rows(
-        target, dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([1, 10])
-    )
-    assert rows_of_map.tolist() == [[101 ^ FREE], [201 ^ FREE]]
-
-
-@pytest.mark.parametrize("reads", ["pause", "copies"])
+@pytest.mark.parametrize("reads", ["copies"])
 def test_what_outlived_its_process_is_read_and_gone_on_with(reads: Reads) -> None:
     model = model_of(sorting())
     module, plain = shards_of(model, 2), TorchTarget(model)
@@ -328,17 +305,3 @@ def test_nothing_of_it_stays_as_it_is_nor_is_in_training(form: Any, caplog: pyte
         target.apply(encoded(release_of(2, resync=True)))
     (said,) = warnings_in(caplog)
     assert said.endswith(f"synchronised values: {MODULE}; call eval()")
-
-
-@each_form
-def test_without_the_map_it_is_refused(form: Any) -> None:
-    with pytest.raises(NotFound, match=f"no table has the map {MAP.name}: update"):
-        TorchTarget(form(model_of(sorting()))).apply(encoded(release_of(1, resync=True, tables=[USER])))
-
-
-@each_form
-def test_rows_of_another_type_are_refused_with_the_right_value_type(form: Any) -> None:
-    target = TorchTarget(form(model_of(sorting())))
-    target.apply(encoded(release_of(1, resync=True, ids={1: 40}, rows={1: 1.0})))
-    with pytest.raises(Contradiction, match="set value_type int8-tbe"):
-        target.apply(release_of(2, resync=True, ids={1: 40}, rows={1: 1.0}))

@@ -88,12 +88,6 @@ def test_the_bounds_themselves_are_allowed(fields: tuple[str, int, int]) -> None
     TableSpec(*fields)
 
 
-@pytest.mark.parametrize("wrong", [{"name": "\ud800"}, {"kind": TableKind.PARAMETER, "aliases": ("a", "b\udc80")}])
-def test_a_name_that_no_message_can_carry_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match="a lone surrogate, half of a character"):
-        replace(TableSpec("t", rows=5, dim=2), **wrong)
-
-
 def test_bytes_of_a_table() -> None:
     table = TableSpec("t", 10, 3, np.dtype("<f2"))
     assert (table.row_bytes, table.nbytes) == (8 + 6, 60)

@@ -19,7 +19,7 @@ from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.cuts.admission import Run
 from deltasync.cuts.cut import Cut, PartEnd, RankPart
 from deltasync.cuts.messages import check_open
-from deltasync.cuts.norm_guard import NormGuard, NormLimit, exceeds
+from deltasync.cuts.norm_guard import NormGuard, NormLimit
 
 TABLE = TableSpec("user", 12, 4)
 TOP, BOTTOM = Shard(TABLE, 0, 6, 0, 4), Shard(TABLE, 6, 6, 0, 4)
@@ -229,13 +229,6 @@ def test_a_map_is_of_a_table_that_is_sharded_or_not(kind: TableKind) -> None:
 
 
 NORMED = TableSpec("t", 10, 2)
-
-
-def test_it_says_table_row_both_norms_and_the_limit() -> None:
-    assert exceeds("t", 3, 25, 2, 10.0) == (
-        "table 't': row 3 has norm 25, more than 10 times the largest norm so far, "
-        "2: check the training, or raise --max-norm-growth"
-    )
 
 
 def rows(values: list[float], kind: TableKind = TableKind.EMBEDDING, dtype: str = "<f4") -> RowBatch:

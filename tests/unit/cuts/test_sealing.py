@@ -81,23 +81,6 @@ async def logged(service: Service) -> int:
 
 
 @in_service()
-async def test_a_run_that_takes_over_during_a_seal_is_not_its_publisher(service: Service) -> None:
-    """Else its changed rows alone would be accepted, on top of another run's."""
-    old = await join(service)
-    with held_up(log_of(service)):
-        last = asyncio.create_task(send(old, full_part(5, random_rows(0), WHOLE)))
-        await closed(old.coordinator)
-        new = await join(service, run="run-2", started=2)
-        with pytest.raises(Superseded, match="step 5 is being sealed"):
-            await send(new, change(5))
-    await last
-    (seal,), _ = service.models["clicks"].store.seals()
-    assert (seal.run, seal.world_size) == ("run-1", 1)
-    with pytest.raises(DeltasyncError, match="publish every row first"):
-        await send(new, change(5))
-
-
-@in_service()
 async def test_nothing_of_a_cut_is_visible_before_it_is_on_disk(service: Service) -> None:
     session = await publish(service)
     model = service.models["clicks"]

@@ -313,33 +313,6 @@ def test_a_large_release_ends_at_the_head_whatever_changes_meanwhile(
     played(scenario)
 
 
-def test_rows_that_change_or_go_after_their_block_are_sent_again() -> None:
-    made = ChangingTables(TABLES[:1], memory_bytes=0, block_bytes=10 * A_BYTES)
-
-    async def scenario() -> None:
-        made.write(0, range(20))
-        made.delete(0, [0])
-        copying, receiver = (await made.large(0)).begin(), Receiver(made, 0)
-        first = await copying.next()
-        assert isinstance(first, list)
-        assert [chunk.rows.ids.tolist() for chunk in first] == [list(range(1, 10))]  # What was gone is not named.
-        receiver.take(first)
-        made.delete(0, [3, 12])  # One that was sent, and one that was not.
-        made.write(0, [0, 5])  # One that was not there, and one that was sent.
-        second = await copying.next()
-        assert isinstance(second, list)
-        receiver.take(second)
-        made.write(0, [3])  # It is there again.
-        made.delete(0, [5])
-        third = await copying.next()
-        assert isinstance(third, FrozenRelease)
-        receiver.end(third)
-        assert third.checksums == (made.tables[0].checksum,)
-        assert (live_rows(third)[0].ids.tolist(), deleted_rows(third)[0].ids.tolist()) == ([0, 3], [5, 12])
-
-    played(scenario)
-
-
 def test_a_table_that_is_sent_whole_may_be_large() -> None:
     made = ChangingTables(TABLES[:2], memory_bytes=0, block_bytes=10 * A_BYTES)
 

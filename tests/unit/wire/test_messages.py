@@ -283,11 +283,6 @@ def check_read(raw: bytes, message: Any) -> None:
         assert tables_pb2.Rows.FromString(bytes(columns.message)) == each.rows, "as it goes on to replicas"
 
 
-@given(st.one_of(requests(), responses()))
-def test_messages_are_read_as_generated_classes_read_them(message: Any) -> None:
-    check_read(message.SerializeToString(), message)
-
-
 def _with_noise(raw: bytes, at: int, noise: bytes) -> bytes:
     return raw[: at % (len(raw) + 1)] + noise + raw[at % (len(raw) + 1) :]
 

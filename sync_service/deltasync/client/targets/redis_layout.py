@@ -99,17 +99,13 @@ class Meta:
                 f"{FORMAT}: update deltasync, or use another prefix"
             )
         try:
-            return cls._parsed(fields)
+            numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
+            tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
+            position = Position(fields["history"], int(fields["number"]), int(fields["seal"]))
+            return cls(fields["model"], tables, position, kept=fields["kept"], **numbers)
         except (KeyError, TypeError, ValueError) as error:
             text = f"{where}: its meta cannot be read ({error!r}): delete the keys of this prefix, or use another"
             raise Contradiction(text) from error
-
-    @classmethod
-    def _parsed(cls, fields: Mapping[str, str]) -> "Meta":
-        numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
-        tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
-        position = Position(fields["history"], int(fields["number"]), int(fields["seal"]))
-        return cls(fields["model"], tables, position, kept=fields["kept"], **numbers)
 
 
 _NUMBERS = ("version", "step", "step_end_unix_ns", "event_time_unix_ns", "writing")
@@ -152,10 +148,6 @@ class StoredTable:
         nothing = bytes(self.row_bytes)
         joined = bytearray().join(nothing if row is None else row for row in rows)  # For a writable array.
         return np.frombuffer(joined, self.dtype).reshape(len(rows), self.dim)
-
-    def lies_as(self, other: "StoredTable") -> bool:
-        """Whether rows of both have the same keys and form."""
-        return replace(self, rows=other.rows) == other
 
     def __str__(self) -> str:
         """The form of the rows, for readers."""

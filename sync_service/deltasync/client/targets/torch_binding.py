@@ -22,8 +22,8 @@ from deltasync.client.targets.torch_quantised import (
     QuantisedRows,
     TbeShard,
     tables_in_tbes,
-    tbe_memory,
     tbe_prefixes,
+    tbes_of,
 )
 from deltasync.client.targets.torch_tensors import (
     CastTensor,
@@ -142,8 +142,8 @@ def accelerators(module: nn.Module) -> set[torch.device]:
     """The devices with asynchronous work on the module's tensors."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return set()  # Skip the search, which takes milliseconds in a large module.
-    tensors = tensors_of(module).values()
-    return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
+    tensors = (*tensors_of(module).values(), *(each for tbe in tbes_of(module) for each in tbe.memory))
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def in_training(module: nn.Module, binding: Binding) -> list[str]:

@@ -323,11 +323,9 @@ class _Ranges:
         ranks = torch.searchsorted(ends, raw, right=True)
         # Ids outside of all ranges go to ranks in turn, as unsigned numbers modulo the number of ranks.
         outside = (raw < 0) | (ranks == len(ends))
-        return defaults[torch.where(outside, _unsigned_modulo(raw, len(ends)), ranks)]
-
-
-def _unsigned_modulo(raw: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.where(raw < 0, raw % number + 2**64 % number, raw) % number
+        number = len(ends)
+        turn = torch.where(raw < 0, raw % number + 2**64 % number, raw) % number
+        return defaults[torch.where(outside, turn, ranks)]
 
 
 def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:

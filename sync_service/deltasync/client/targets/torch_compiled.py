@@ -233,21 +233,19 @@ class _Library:
         if len(libraries) != 1:
             raise NotFound(f"{self._of}: the package has {len(libraries)} libraries of that name, expected one")
         self.path = libraries[0]
-        self._check_device([each for each in files if each.name.endswith(".wrapper_metadata.json")])
+        metadata = [json.loads(each.read_text()) for each in files if each.name.endswith(".wrapper_metadata.json")]
+        if others := {each.get("AOTI_DEVICE_KEY", "cpu") for each in metadata} - {"cpu"}:
+            raise InvalidInput(f"{self._of}: compiled for {', '.join(others)}; only CPU packages are supported")
 
     def check(self, runner: AOTIModelContainerRunnerCpu) -> None:
         """Raise InvalidInput if there are no constants, or derived ones, which would go out of date."""
-        names, constants = (
-            runner.get_constant_names_to_original_fqns().values(),
-            runner.extract_constants_map(False),
-        )
+        constants = runner.extract_constants_map(False)
         if not constants:
             raise InvalidInput(
                 f"{self._of}: it has no constants; compile with aot_inductor.package_constants_in_so"
             )
-        derived = {name for name, each in constants.items() if each.layout is not torch.strided} | (
-            set(names) - constants.keys()
-        )
+        derived = {name for name, each in constants.items() if each.layout is not torch.strided}
+        derived |= set(runner.get_constant_names_to_original_fqns().values()) - constants.keys()
         if derived:
             raise InvalidInput(
                 f"{self._of}: {', '.join(sorted(derived))} are derived from other constants and would go out of "
@@ -261,11 +259,6 @@ class _Library:
                 if path.parts[1:-1] == ("data", "aotinductor", name):
                     Path(self._folder, path.name).write_bytes(archive.read(each))
                     yield path.name
-
-    def _check_device(self, metadata: list[Path]) -> None:
-        devices = {json.loads(each.read_text()).get("AOTI_DEVICE_KEY", "cpu") for each in metadata}
-        if devices - {"cpu"}:
-            raise InvalidInput(f"{self._of}: compiled for {', '.join(devices)}; only CPU packages are supported")
 
 
 def _remove(folder: str, owner: int) -> None:

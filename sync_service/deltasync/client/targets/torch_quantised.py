@@ -258,10 +258,5 @@ def tbes_of(module: nn.Module) -> list[Tbe]:
     return list(tbes.values())
 
 
-def tbe_memory(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors with the rows of a module's TBEs."""
-    return [each for tbe in tbes_of(module) for each in tbe.memory]
-
-
 def _is_tbe(module: Any) -> bool:
     return hasattr(module, "embedding_specs") and hasattr(module, "split_embedding_weights_with_scale_bias")
