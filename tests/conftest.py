@@ -6,9 +6,6 @@ os.environ["DELTASYNC_LOG_FORMAT"] = "text"  # Of processes that tests start, wh
 os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
 
 import gc
-
-gc.disable()  # Until all tests are collected: nothing that imports create is garbage, but each pass would look at it.
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +22,7 @@ from deltasync.kernels.compiled import warm
 settings.load_profile("default")
 
 keep_folders_in_memory()
+gc.disable()  # Until all tests are collected: what imports create stays, but each pass would look at it.
 
 
 def pytest_configure(config: pytest.Config) -> None:
