@@ -39,7 +39,7 @@ test: check  ## lint, types, layers, unit and integration tests (WORKERS=0: in o
 
 # The trainer's tests also run on the newest TorchRec, with the FBGEMM that fits the installed torch.
 NIGHTLY = -m 'nightly or not nightly' --hypothesis-profile nightly
-nightly: check build/torchrec-next  ## run all tests with ten times the examples, the trainer's also on the next TorchRec
+nightly: check build/torchrec-next  ## run all tests with twenty times the examples, the trainer's also on the next TorchRec
 	$(PYTEST) $(NIGHTLY) $(ARGS)
 	$(MAKE) stress
 	PYTHONPATH=build/torchrec-next $(BIN)/python -W ignore -c 'import torchrec; assert "torchrec-next" in torchrec.__file__; print("TorchRec", torchrec.__version__)'

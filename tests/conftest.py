@@ -5,6 +5,7 @@ import os
 os.environ["DELTASYNC_LOG_FORMAT"] = "text"  # Of processes that tests start, whose lines they look for.
 os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,19 @@ from deltasync.kernels.compiled import warm
 settings.load_profile("default")
 
 keep_folders_in_memory()
+gc.disable()  # Until all tests are collected: what imports create stays, but each pass would look at it.
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before workers, and the processes that tests start, would all do so at once."""
     if not hasattr(config, "workerinput"):
         warm()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the garbage collector ignore modules and tests, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,11 +89,14 @@ _add(
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
 _add("shared", "Lookups and memory of workers over one mirror while its rows change, against private copies.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")
-_add("consumers", "CPU time and memory of the service for eight consumers with different policies, against one.")
-_add("tracker", "Time and memory of the tracker beside TorchRec's, and step time with it against without.")
+_add(
+    "consumers",
+    "CPU time of the service for eight consumers with different policies, against lines of NumPy.",
+)
+_add("tracker", "Time of the tracker beside TorchRec's, and step time with it against without.")
 _add(
     "pipelines",
-    "Step time (P50, P90) and peak memory of training pipelines: TorchRec's and ours, with KJTs and TensorDicts.",
+    "Step time of training pipelines: TorchRec's, and ours with KeyedJaggedTensors and with TensorDicts.",
     "pipelines.run",
 )
 

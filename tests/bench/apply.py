@@ -3,9 +3,9 @@
     rows[ids] = values
     stamps[ids] = number
 
-Applied are 300,000 of 1,000,000 rows: as the service does it, with stamps and digests (`apply_time_ratio`), also
-with the digests that rows come with (`given_time_ratio`), and as a replica does, which scatters the rows and
-proves what it holds (`replica_time_ratio`). All are done in the same process, in turns, with the same rows.
+Applied are 300,000 of 1,000,000 rows: as the service does it, with stamps and digests (`apply_time_ratio`), and as
+a replica does, which scatters the rows and proves what it holds (`replica_time_ratio`). All are done in the same
+process, in turns, with the same rows.
 """
 
 import statistics
@@ -26,7 +26,7 @@ from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.stamped_table import StampedTable
 from deltasync.kernels.compiled import warm
 
-_BARE, _SERVICE, _GIVEN, _REPLICA = "bare", "service", "given", "replica"
+_BARE, _SERVICE, _REPLICA = "bare", "service", "replica"
 _WARM_UP, _BATCHES = 2, 3
 
 Apply = Callable[[RowBatch], object]
@@ -52,14 +52,12 @@ def run(console: Console, rows: int, changed: int, dim: int, rounds: int) -> dic
     ways: dict[str, Apply] = {
         _BARE: _bare(table),
         _SERVICE: _service(table),
-        _GIVEN: _service(table),
         _REPLICA: _replica(table),
     }
     batches = _batches(table, changed)
     seconds = [_round(ways, batches[number % len(batches)]) for number in range(_WARM_UP + rounds)][_WARM_UP:]
     figures = {
         **spread_of("apply_time_ratio", [one[_SERVICE] / one[_BARE] for one in seconds]),
-        **spread_of("given_time_ratio", [one[_GIVEN] / one[_BARE] for one in seconds]),
         **spread_of("replica_time_ratio", [one[_REPLICA] / one[_BARE] for one in seconds]),
         **{f"{name}_seconds": statistics.median(one[name] for one in seconds) for name in ways},
         "rows": rows,
@@ -115,8 +113,7 @@ def _releases(table: TableSpec) -> Iterator[Release]:
 
 
 def _round(ways: Mapping[str, Apply], batch: RowBatch) -> dict[str, float]:
-    given = batch.digested()
-    return {name: _seconds(way, given if name == _GIVEN else batch) for name, way in ways.items()}
+    return {name: _seconds(way, batch) for name, way in ways.items()}
 
 
 def _seconds(apply: Apply, batch: RowBatch) -> float:
@@ -133,7 +130,6 @@ def _print(console: Console, figures: Mapping[str, Any]) -> None:
     console.print(f"  bare NumPy scatter of rows and stamps  {1e3 * figures['bare_seconds']:>6.1f} ms")
     for name, says, figure, aim in (
         (_SERVICE, "service: rows, stamps, digests", "apply_time_ratio", "   (aim: at most 0.8)"),
-        (_GIVEN, "service: with digests that were given", "given_time_ratio", ""),
         (_REPLICA, "replica: rows, written and proven", "replica_time_ratio", "   (aim: at most 1.3)"),
     ):
         low, high = figures[f"{figure}_low"], figures[f"{figure}_high"]

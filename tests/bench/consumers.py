@@ -1,10 +1,8 @@
-"""What the service takes for eight consumers with different policies, for one, and for one without a policy.
+"""CPU time of the service for eight consumers with different policies, against the same work in lines of NumPy.
 
-Each of the three fleets has a service of its own, a publisher, and a replica of every consumer in other processes.
-The services take turns. In each turn a few cuts of a twentieth of the rows are published, each when all replicas
-have rows of the one before. CPU time is that of the service's process from the beginning of one of its turns to
-the next, and so includes rows that a policy releases later. Memory is what is resident, the log's pages left out:
-the rows of tables and views with 16 bytes each, and the rest.
+A publisher, a service, and a replica of every consumer in other processes. In each round a few cuts of a twentieth
+of the rows are published, each when all replicas have rows of the one before. CPU time is that of the service's
+process from one round to the next, and so includes rows that a policy releases later.
 
 The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for
 each of the eight, the norms of the changed rows that it follows, and their encoding in its type.
@@ -16,8 +14,8 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -26,22 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from tests.bench.children import Children, Peer, publisher
-from tests.bench.process import (
-    TICK_SECONDS,
-    cpu_seconds,
-    cpu_seconds_by_thread,
-    resident_bytes,
-    system_seconds,
-)
-from tests.bench.timing import spread_of
+from tests.bench.process import TICK_SECONDS, cpu_seconds, cpu_seconds_by_thread
+from tests.bench.timing import ratio_of, spread_of
 
 from deltasync.client import Admin, Endpoint, Mode, Part, Policy, Publisher, RowBatch, TableSpec, ValueType
 from deltasync.core.rows import Ids
 from deltasync.trainer.example.processes import DemoService
 
-ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
 EIGHT = {
-    **ONE,
+    "top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8),
     "top-share": Policy(top_k=0.1),
     "top-count": Policy(top_k=1000, top_k_per_table=True),
     "bf16": Policy(value_type=ValueType.BF16),
@@ -50,14 +41,11 @@ EIGHT = {
     "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16, ready_within_seconds=60),
     "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5, value_type=ValueType.INT4_TBE),
 }
-FLEETS = {"everything": {"everything": Policy()}, "one": ONE, "eight": EIGHT}
-_SAYS = {"everything": "one without a policy", "one": "one: top-k 10 %, int8", "eight": "eight different ones"}
 _MODEL, _TABLES = "bench", ("users", "items")
 _CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
 # The rows of the first turns are new, and so is the memory they take.
 _WARM_UP = 2
 _SHOWN_SECONDS = 1e-4
-_ROW_BYTES = 16
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -72,31 +60,34 @@ OPTIONS = (
         "--rounds",
         type=click.IntRange(1),
         default=10,
-        help=f"Rounds, in each of which every service is given {_CUTS_OF_A_TURN} cuts.",
+        help=f"Rounds, in each of which {_CUTS_OF_A_TURN} cuts are published.",
     ),
 )
 
 
 def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
-    with ExitStack() as stack:
-        fleets = {name: stack.enter_context(_running_fleet(FLEETS[name], tables)) for name in FLEETS}
+    with _running_fleet(tables) as fleet:
         for number in range(_WARM_UP + rounds):
-            for fleet in fleets.values():
-                fleet.turn(counted=number >= _WARM_UP)
-        seconds = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
-        others = {name: fleet.figures() for name, fleet in fleets.items()}
-    lines = {name: spread_of("cpu_seconds_per_version", seconds[name]) | others[name] for name in fleets}
+            fleet.turn(counted=number >= _WARM_UP)
+        seconds = fleet.cpu_per_version()[_WARM_UP:]
+        others = fleet.figures()
     bare = _bare_cpu_per_version(tables)
-    ratios = _ratios(seconds) | spread_of("eight_ratio", [each / bare for each in seconds["eight"]])
-    sizes = {"rows": rows, "dim": dim, "rounds": rounds}
-    figures = {**ratios, "bare_cpu_seconds_per_version": bare, **sizes, "fleets": lines}
+    figures = {
+        **spread_of("eight_ratio", [each / bare for each in seconds]),
+        **spread_of("cpu_seconds_per_version", seconds),
+        **others,
+        "bare_cpu_seconds_per_version": bare,
+        "rows": rows,
+        "dim": dim,
+        "rounds": rounds,
+    }
     _print(console, figures)
     return figures
 
 
 class Fleet:
-    """The consumers of one service, and what is published to them."""
+    """The consumers of a service, and what is published to them."""
 
     def __init__(
         self,
@@ -104,17 +95,14 @@ class Fleet:
         publisher: Publisher,
         tables: list[TableSpec],
         replicas: Mapping[tuple[str, ...], Peer],
-        policies: Iterable[Policy],
     ) -> None:
         self._service = service
-        self._table_bytes = sum(map(_table_bytes, tables)) + sum(_view_bytes(each, tables) for each in policies)
         self._publisher = publisher
         self._tables = tables
         self._replicas = replicas
         self._values = np.random.default_rng(0)
         self._step = 0
         self._cpu: list[float] = []
-        self._system: list[float] = []
         self._threads: dict[str, float] = {}
         self._counted = 0
         self._first = self._cut()
@@ -125,7 +113,6 @@ class Fleet:
             self._threads = cpu_seconds_by_thread(self._service.pid)
         self._counted += _CUTS_OF_A_TURN * counted
         self._cpu.append(cpu_seconds(self._service.pid))
-        self._system.append(system_seconds(self._service.pid))
         for _ in range(_CUTS_OF_A_TURN):
             self._forms = self._cut()
 
@@ -135,24 +122,16 @@ class Fleet:
         return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in seconds]
 
     def figures(self) -> dict[str, Any]:
-        """Memory, and what each consumer was given after the first cut, which has all rows."""
+        """What each consumer was given after the first cut, which has all rows, and CPU seconds by thread."""
         delivered = {
             name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
             for name, (releases, rows) in self._forms.items()
         }
         return {
             "versions": self._step - 1,
-            "table_bytes": self._table_bytes,
-            "rest_bytes": resident_bytes(self._service.pid) - self._table_bytes,
-            "system_cpu_seconds_per_version": self._system_per_version(),
             "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,
         }
-
-    def _system_per_version(self) -> float:
-        """Of the CPU seconds per version, those in the kernel, in the median turn."""
-        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._service.pid)])
-        return statistics.median(after - before for before, after in seconds) / _CUTS_OF_A_TURN
 
     def _cpu_by_thread(self) -> dict[str, float]:
         """CPU seconds per version of each thread, the busiest first."""
@@ -184,31 +163,20 @@ class Fleet:
 
 
 @contextmanager
-def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> Iterator[Fleet]:
-    """A service with a consumer of each policy, and a replica of each, so many in a process."""
+def _running_fleet(tables: list[TableSpec]) -> Iterator[Fleet]:
+    """A service with a consumer of each policy, and a replica of each, several in a process."""
     token = secrets.token_hex()
     with Children() as children:
         service = children.service(admin_token=token)
-        for name, policy in policies.items():
+        for name, policy in EIGHT.items():
             Admin(Endpoint(service.http, token)).create_consumer(name, _MODEL, policy)
-        names, size = tuple(policies), _REPLICAS_OF_A_PROCESS
+        names, size = tuple(EIGHT), _REPLICAS_OF_A_PROCESS
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}
         for peer in replicas.values():
             peer.read()
         with publisher(service.grpc, tables) as source:
-            yield Fleet(service, source, tables, replicas, policies.values())
-
-
-def _table_bytes(table: TableSpec) -> int:
-    """Rows, and a stamp and a digest of each."""
-    return table.nbytes + _ROW_BYTES * table.rows
-
-
-def _view_bytes(policy: Policy, tables: Sequence[TableSpec]) -> int:
-    """The same of what a view has: the rows in the type in which they are sent. Without a policy there is none."""
-    followed = [] if policy.sends_everything else [table for table in tables if policy.follows(table)]
-    return sum(_table_bytes(policy.form_of(table).encoded_spec) for table in followed)
+            yield Fleet(service, source, tables, replicas)
 
 
 def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:
@@ -228,49 +196,19 @@ def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:
     return statistics.median(seconds)
 
 
-def _ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    eight, one, everything = seconds["eight"], seconds["one"], seconds["everything"]
-    return {
-        **spread_of("service_cpu_per_version_ratio", [a / b for a, b in zip(eight, one, strict=True)]),
-        **spread_of("policy_cpu_per_version_ratio", [a / b for a, b in zip(one, everything, strict=True)]),
-    }
-
-
 def _print(console: Console, figures: dict[str, Any]) -> None:
     console.print(
         f"consumers: cuts of {figures['rows'] // _CUTS_OF_ALL_ROWS:,} of {figures['rows']:,} rows x "
         f"{figures['dim']} fp32, median of {figures['rounds']} rounds of {_CUTS_OF_A_TURN} cuts"
     )
+    ours, bare = (1e3 * figures[f"{name}cpu_seconds_per_version"] for name in ("", "bare_"))
     console.print(
-        "  consumers               service CPU per version   in the kernel   tables, views   the rest   "
-        "releases a version"
+        f"  CPU of the service per version {ours:.1f} ms, bare gathers, norms and encodings {bare:.1f} ms: "
+        f"{ratio_of(figures, 'eight_ratio')}   (aim: at most 3)"
     )
-    for name, line in figures["fleets"].items():
-        releases = statistics.mean(each["releases"] for each in line["consumers"].values()) / line["versions"]
-        console.print(
-            f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
-            f"{1e3 * line['system_cpu_seconds_per_version']:>10.1f} ms   "
-            f"{line['table_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
-        )
-    for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):
-        ratio, low, high = (figures[f"{key}_cpu_per_version_ratio{end}"] for end in ("", "_low", "_high"))
-        console.print(f"  {says}: ratio {ratio:.2f} ({low:.2f} to {high:.2f})")
-    _print_eight(console, figures)
-
-
-def _print_eight(console: Console, figures: dict[str, Any]) -> None:
-    bare, ratio, low, high = (
-        figures[key]
-        for key in ("bare_cpu_seconds_per_version", "eight_ratio", "eight_ratio_low", "eight_ratio_high")
-    )
-    console.print(
-        f"  eight against the bare gathers, norms and encodings ({1e3 * bare:.1f} ms): ratio {ratio:.2f} "
-        f"({low:.2f} to {high:.2f})   (aim: at most 3)"
-    )
-    for name, line in figures["fleets"].items():
-        spent = line["thread_cpu_seconds_per_version"].items()
-        threads = ", ".join(f"{thread} {1e3 * each:.1f}" for thread, each in spent if each > _SHOWN_SECONDS)
-        console.print(f"  ms of threads, {_SAYS[name]}: {threads}")
+    spent = figures["thread_cpu_seconds_per_version"].items()
+    threads = ", ".join(f"{thread} {1e3 * each:.1f}" for thread, each in spent if each > _SHOWN_SECONDS)
+    console.print(f"  ms of threads: {threads}")
 
 
 def _encode(rows: Floats, policy: Policy) -> Array:

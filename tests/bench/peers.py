@@ -8,7 +8,6 @@
     python -m tests.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
 
 Each answers a line on its standard input with a line. The replica's SERVICE may be the file of an endpoint.
-`tuned-sink` and `tuned-source` keep freed memory, as the service and the replica do.
 """
 
 import asyncio
@@ -213,7 +212,7 @@ def _answer(text: str) -> None:
 
 
 def main(role: str, *arguments: str) -> None:
-    if role in ("replica", "clock", "fleet") or role.startswith("tuned-"):
+    if role in ("replica", "clock", "fleet"):
         keep_freed_memory()
     if role == "replica":
         replica(arguments[0])
@@ -223,7 +222,7 @@ def main(role: str, *arguments: str) -> None:
         asyncio.run(serve_echo())
     elif role == "fleet":
         fleet(arguments[0], arguments[1:])
-    elif role.endswith("sink"):
+    elif role == "sink":
         asyncio.run(sink())
     else:
         source(arguments[0], int(arguments[1]), int(arguments[2]))

@@ -9,18 +9,8 @@ TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 
 def cpu_seconds(pid: int) -> float:
     """Seconds in which a core was at work for a process, in steps of `TICK_SECONDS`."""
-    return sum(_user_and_system(pid))
-
-
-def system_seconds(pid: int) -> float:
-    """Of these, those in the kernel: for page faults, files, sockets and waking threads."""
-    return _user_and_system(pid)[1]
-
-
-def _user_and_system(pid: int) -> tuple[float, float]:
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    user, system = after_name[11:13]
-    return int(user) * TICK_SECONDS, int(system) * TICK_SECONDS
+    return sum(map(int, after_name[11:13])) * TICK_SECONDS
 
 
 def cpu_seconds_by_thread(pid: int) -> dict[str, float]:
@@ -33,20 +23,6 @@ def cpu_seconds_by_thread(pid: int) -> dict[str, float]:
             name = "main" if task.name == str(pid) else (task / "comm").read_text().rstrip("_-0123456789\n")
             seconds[name] = seconds.get(name, 0.0) + int((task / "schedstat").read_text().split()[0]) / 1e9
     return seconds
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident bytes, without the log's pages: these are the kernel's cache of a file that LMDB maps, which it
-    takes back whenever it likes.
-    """
-    found, path = 0, ""
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        field, _, rest = line.partition(":")
-        if "-" in field.split(" ")[0]:
-            path = line.split(" ", 5)[-1].strip() if line.count(" ") >= 5 else ""
-        elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
-            found += int(rest.split()[0]) * 1024
-    return found
 
 
 def own_bytes(pid: int, *, private: bool = True) -> int:

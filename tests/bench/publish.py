@@ -2,7 +2,7 @@
 
 The bare path (`bare_path.py`) has the same three processes and stages: a row crosses two streams, is checked,
 written to disk, applied and proven. It has no logic. A bare stream carries the same rows once from one process to
-another, which throws them away: with gRPC's defaults, and with the allocator tuned as our own processes have it.
+another, which throws them away.
 
 All of them take turns. Each ratio is the median of those of the rounds.
 """
@@ -47,7 +47,6 @@ class Round(NamedTuple):
     path: Turn
     bare_path: Turn
     stream: Turn
-    tuned_stream: Turn
 
 
 def run(console: Console, rows: int, rounds: int) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def run(console: Console, rows: int, rounds: int) -> dict[str, Any]:
         service = children.service("--consumer", "bench=bench")
         replica = children.peer("replica", service.grpc)
         replica.read()
-        stream, tuned_stream = _stream(children, "", rows), _stream(children, "tuned-", rows)
+        stream = _stream(children, rows)
         sizes = str(rows), str(DIM)
         bare_service = children.peer("service", str(children.processes.folder), *sizes, module=_BARE)
         address = bare_service.read()
@@ -75,20 +74,17 @@ def run(console: Console, rows: int, rounds: int) -> dict[str, Any]:
             publish_rows(source, values, step=1, cuts=1)
             path = timed([service.pid], lambda n: publish_to_applied(source, replica.ask, values, n))
             bare_path = timed([bare_service.process.pid], bare)
-            turns = [
-                Round(path(number), bare_path(number), stream(number), tuned_stream(number))
-                for number in range(WARM_UP + rounds)
-            ]
+            turns = [Round(path(number), bare_path(number), stream(number)) for number in range(WARM_UP + rounds)]
     return _report(console, rows, turns[WARM_UP:])
 
 
 _BARE = "tests.bench.bare_path"
 
 
-def _stream(children: Children, kind: str, rows: int) -> Callable[[int], Turn]:
+def _stream(children: Children, rows: int) -> Callable[[int], Turn]:
     """A bare stream between two processes: sends all rows when called."""
-    sink = children.peer(f"{kind}sink")
-    source = children.peer(f"{kind}source", sink.read(), str(rows), str(DIM))
+    sink = children.peer("sink")
+    source = children.peer("source", sink.read(), str(rows), str(DIM))
     return timed([sink.process.pid, source.process.pid], lambda _: float(source.ask("go")))
 
 
@@ -141,16 +137,12 @@ def _report(console: Console, rows: int, rounds: list[Round]) -> dict[str, Any]:
     figures = {
         **spread_of("path_ratio", [each.bare_path.seconds / each.path.seconds for each in rounds]),
         **spread_of("throughput_ratio", [each.stream.seconds / each.path.seconds for each in rounds]),
-        "throughput_ratio_tuned": statistics.median(
-            each.tuned_stream.seconds / each.path.seconds for each in rounds
-        ),
         "service_cpu_ratio": cpu / bare_cpu if bare_cpu else 0.0,
         "service_cpu_seconds_per_gb": cpu,
         "bare_path_cpu_seconds_per_gb": bare_cpu,
         "publish_to_applied_gb_per_second": speed["path"],
         "bare_path_gb_per_second": speed["bare_path"],
         "bare_stream_gb_per_second": speed["stream"],
-        "tuned_stream_gb_per_second": speed["tuned_stream"],
         "rows": rows,
         "rounds": len(rounds),
     }
@@ -159,7 +151,6 @@ def _report(console: Console, rows: int, rounds: list[Round]) -> dict[str, Any]:
         ("path", "publish to applied", ""),
         ("bare_path", "bare path", f"ratio {figures['path_ratio']:.2f}  (aim 1.1)"),
         ("stream", "bare gRPC stream", f"ratio {figures['throughput_ratio']:.2f}  (aim 0.4)"),
-        ("tuned_stream", "the same, allocator tuned", f"ratio {figures['throughput_ratio_tuned']:.2f}"),
     ):
         console.print(f"  {says:<25}  {speed[name]:.2f} GB/s   {ratio}")
     console.print(

@@ -11,18 +11,15 @@ the table never changes: rows with gaps between them must be gathered. The bare 
 releases in other types are compared with the same figure.
 
 The line makes four arrays of the size of all dirty rows. It is called a few times in a round and the quickest call
-counts, since the others include the time to find memory. A second figure is the same line over blocks of rows,
-which makes only small arrays and is quicker.
+counts, since the others include the time to find memory.
 """
 
 import asyncio
-import pstats
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from cProfile import Profile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,7 @@ from deltasync.base.process import keep_freed_memory
 from deltasync.checkpoints.file_storage import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
-from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
@@ -54,14 +51,7 @@ FIGURES = {"release": "fp32", "int8": "int8"}
 AIMS = {"fp32": 0.4, "int8": 0.4}
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP = 2
-_BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
-# The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
-_PARTS = {
-    "look": {("release_maker.py", "compare_some"), ("release_maker.py", "compare_rest")},
-    "pick": {("release_maker.py", "dirty"), ("decision.py", "pick")},
-    "give": {("release_maker.py", "begin_update"), ("release_maker.py", "update_some")},
-}
-
+_BARE, _BARE_CALLS = "bare", 3
 Floats = NDArray[Any]
 Round = Mapping[str, float]
 
@@ -117,21 +107,15 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
             await view.prepare(POLICIES[name])
         seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
         releases = {name: view.state.statistics for name, view in views.items() if view.state.statistics}
-        await changing.change()
-        parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
     sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}
-    return _figures(seconds[WARM_UP:], parts, releases) | sizes
+    return _figures(seconds[WARM_UP:], releases) | sizes
 
 
-def _figures(
-    rounds: Sequence[Round], parts: Mapping[str, Mapping[str, float]], releases: Mapping[str, ReleaseStatistics]
-) -> dict[str, Any]:
+def _figures(rounds: Sequence[Round], releases: Mapping[str, ReleaseStatistics]) -> dict[str, Any]:
     kinds = {
         name: {
             **spread_of("time_ratio", [one[name] / one[_BARE] for one in rounds]),
-            **spread_of("blocked_time_ratio", [one[name] / one[_BLOCKED] for one in rounds]),
             "seconds": statistics.median(one[name] for one in rounds),
-            "parts": parts[name],
             "released_rows": release.taken.rows,
             "released_bytes": release.taken.bytes,
             "dirty_rows": release.taken.rows + release.backlog.rows,
@@ -144,8 +128,7 @@ def _figures(
         for key, value in kinds[kind].items()
         if "time_ratio" in key
     }
-    bare = {f"{name}_seconds": statistics.median(one[name] for one in rounds) for name in (_BARE, _BLOCKED)}
-    return {**ratios, **bare, "value_types": kinds}
+    return {**ratios, "bare_seconds": statistics.median(one[_BARE] for one in rounds), "value_types": kinds}
 
 
 @asynccontextmanager
@@ -162,8 +145,7 @@ async def _model(folder: Path) -> AsyncIterator[tuple[Model, LogStore]]:
 async def _round(changing: ChangingTable, views: Mapping[str, View]) -> Round:
     await changing.change()
     table, view = (np.asarray(each.rows) for each in (changing.model.tables[0], views["fp32"].tables[0]))
-    blocks = np.split(changing.ids, range(BLOCK_ROWS, len(changing.ids), BLOCK_ROWS))
-    seconds = {_BARE: _bare(table, view, [changing.ids]), _BLOCKED: _bare(table, view, blocks)}
+    seconds = {_BARE: _bare(table, view, changing.ids)}
     for name, one in views.items():
         started = time.perf_counter()
         await one.make_release(POLICIES[name], 0)
@@ -171,34 +153,14 @@ async def _round(changing: ChangingTable, views: Mapping[str, View]) -> Round:
     return seconds
 
 
-def _bare(table: Floats, view: Floats, blocks: Sequence[Ids]) -> float:
+def _bare(table: Floats, view: Floats, ids: Ids) -> float:
     """Seconds of the quickest of a few calls."""
     seconds = []
     for _ in range(_BARE_CALLS):
         started = time.perf_counter()
-        for ids in blocks:
-            np.linalg.norm(table[ids] - view[ids], axis=1)
+        np.linalg.norm(table[ids] - view[ids], axis=1)
         seconds.append(time.perf_counter() - started)
     return min(seconds)
-
-
-async def _parts(view: View, policy: Policy) -> dict[str, float]:
-    """Seconds of each part of one more release, under the profiler, which makes it a little longer."""
-    profile = Profile()
-    await view.model.on_thread(profile.enable)
-    await view.make_release(policy, 0)
-    await view.model.on_thread(profile.disable)
-    return {name: _cumulative(profile, part) for name, part in _PARTS.items()}
-
-
-def _cumulative(profile: Profile, functions: set[tuple[str, str]]) -> float:
-    found: dict[tuple[str, int, str], tuple[int, int, float, float, Any]]
-    found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    return sum(
-        line[3]
-        for (path, _, name), line in found.items()
-        if Path(path).parent.name == "views" and (Path(path).name, name) in functions
-    )
 
 
 def _sealed(version: int, rows: int, table: TableSpec) -> Seal:
@@ -222,20 +184,8 @@ def _print(console: Console, figures: dict[str, Any]) -> None:
         f"release: {figures['rows']:,} dirty rows of {figures['table_rows']:,} x {figures['dim']} fp32, top_k "
         f"{100 * TOP_K:g} %, median of {figures['rounds']} rounds"
     )
-    for name, says in ((_BARE, "bare NumPy gathers and norms"), (_BLOCKED, "the same in blocks of rows")):
-        console.print(f"  {says:<30} {1e3 * figures[f'{name}_seconds']:>5.0f} ms")
-    console.print(
-        "  type       release    ratio                  to blocks      look      pick      give     bytes given"
-    )
+    console.print(f"  bare NumPy gathers and norms {1e3 * figures['bare_seconds']:>5.0f} ms")
     for name, line in figures["value_types"].items():
-        _print_kind(console, name, line)
-
-
-def _print_kind(console: Console, name: str, line: dict[str, Any]) -> None:
-    ratio = f"{line['time_ratio']:.2f} ({line['time_ratio_low']:.2f} to {line['time_ratio_high']:.2f})"
-    parts = "  ".join(f"{1e3 * line['parts'][part]:>5.0f} ms" for part in _PARTS)
-    aim = f"   (aim: a ratio of at most {AIMS[name]})" if name in AIMS else ""
-    console.print(
-        f"  {name:<8}   {1e3 * line['seconds']:>5.0f} ms   {ratio}   {line['blocked_time_ratio']:>9.2f}  {parts}  "
-        f"{line['released_bytes'] / 1e6:>8.1f} MB{aim}"
-    )
+        ratio = f"{line['time_ratio']:.2f} ({line['time_ratio_low']:.2f} to {line['time_ratio_high']:.2f})"
+        aim = f"   (aim: at most {AIMS[name]})" if name in AIMS else ""
+        console.print(f"  {name:<8}   {1e3 * line['seconds']:>5.0f} ms   ratio {ratio}{aim}")

@@ -3,13 +3,10 @@
 One table, quantised by TorchRec to 8 bits, is looked up in bags by one thread, each forward inside `reading()`,
 while another thread applies releases of rows that lie encoded in this process's memory: no service, no network.
 The process has one core for both, so that what an update costs is taken from lookups. In each round every way of
-reading has two turns, without and with updates. `checked` is the default way with the checksums that a subscriber
-takes after each release.
+reading has two turns, without and with updates.
 
     lookup_ratio   lookups per second with updates, over those without
     p99_ratio      99th percentile of the time of a forward, likewise
-    apply_ratio    rows per second of `apply`, over those of one line of NumPy that writes the same bytes into an
-                   array of unpadded rows: table[ids] = rows
 """
 
 import itertools
@@ -33,13 +30,11 @@ from torchrec.inference.modules import quantize_embeddings
 
 from deltasync.base.process import keep_freed_memory
 from deltasync.client import Position, Release, RowBatch, TableSpec, ValueType
-from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.table_form import Mode, TableForm
 
 WAYS: tuple[Reads, ...] = ("pause", "copies")
-CHECKED = "checked"
 _BAGS, _BAG = 256, 20
 _BATCHES, _RELEASES = 64, 16
 _WARM_UP = 1
@@ -103,11 +98,10 @@ def _one_core() -> Iterator[None]:
 class Predictor:
     """A quantised module that is looked up, the target that writes it, and releases for it."""
 
-    def __init__(self, options: ServeOptions, reads: Reads, *, checked: bool) -> None:
+    def __init__(self, options: ServeOptions, reads: Reads) -> None:
         self._options = options
         self._table = TableSpec("0.embedding_bags.table", options.rows, options.dim)
         self.target = TorchTarget(_quantised(options), reads=reads)
-        self._checksums = TargetChecksums(self.target) if checked else None
         self._generator = np.random.default_rng(0)
         self._numbers = itertools.count(1)
         self._batches = [self._batch() for _ in range(_BATCHES)]
@@ -119,8 +113,6 @@ class Predictor:
         number = next(self._numbers)
         release = Release(Position("bench", number), number, 0, number == 1, [rows.table], [rows], version=number)
         self.target.apply(release)
-        if self._checksums:
-            self._checksums.after(release)
 
     def turn(self, *, updated: bool) -> Turn:
         """Look up for some seconds: lookups and replaced rows of a second, and how long forwards took."""
@@ -138,16 +130,6 @@ class Predictor:
             "replaced": applied[0] / self._options.seconds,
             "p99": ordered[int(0.99 * len(ordered))],
         }
-
-    def apply_rates(self) -> Turn:
-        """Rows per second: applied in place, and written by NumPy."""
-        rows = self._rows(max(1, int(self._options.rows * self._options.share)))
-        table = np.zeros((self._options.rows, rows.values.shape[1]), np.uint8)
-        started = time.perf_counter()
-        table[rows.ids] = rows.values
-        bare = time.perf_counter()
-        self.apply(rows)
-        return {"bare": len(rows) / (bare - started), "applied": len(rows) / (time.perf_counter() - bare)}
 
     def _look_up(self) -> list[float]:
         took, ends = [], time.perf_counter() + self._options.seconds
@@ -191,18 +173,14 @@ def _quantised(options: ServeOptions) -> nn.Module:
 
 def _measure(options: ServeOptions) -> dict[str, Any]:
     default = TorchTarget(nn.Linear(1, 1)).reads
-    predictors: dict[str, Predictor] = {way: Predictor(options, way, checked=False) for way in WAYS}
-    predictors[CHECKED] = Predictor(options, default, checked=True)
+    predictors: dict[str, Predictor] = {way: Predictor(options, way) for way in WAYS}
     rounds = [_round(predictors) for _ in range(_WARM_UP + options.rounds)][_WARM_UP:]
-    rates = [predictors[default].apply_rates() for _ in range(_WARM_UP + options.rounds)][_WARM_UP:]
     figures: dict[str, Any] = {"default": default, **vars(options)}
     for name in predictors:
         figures |= _ratios(f"{name}_", [one[name] for one in rounds])
     return {
         **figures,
         **_ratios("", [one[default] for one in rounds]),
-        **spread_of("apply_ratio", [one["applied"] / one["bare"] for one in rates]),
-        "applied_rows_per_second": statistics.median(one["applied"] for one in rates),
     }
 
 
@@ -226,20 +204,13 @@ def _print(console: Console, figures: Mapping[str, Any]) -> None:
         f"a second in {figures['releases_per_second']} releases, on one core; median of {figures['rounds']} rounds"
     )
     console.print("  reading   lookups/s   with updates, over without     p99 of a forward   over without")
-    for name in (*WAYS, CHECKED):
+    for name in WAYS:
         console.print(
             f"  {name:<8} {figures[f'{name}_lookups_per_second'] / 1e6:>7.1f} M   "
             f"{_range(figures, f'{name}_lookup_ratio'):<25} {1e3 * figures[f'{name}_p99_seconds']:>13.2f} ms   "
             f"{_range(figures, f'{name}_p99_ratio')}"
         )
-    console.print(
-        f"  the default is {figures['default']} (aims: lookups at least 0.9, p99 at most 1.5); {CHECKED} is the "
-        "same with checksums"
-    )
-    console.print(
-        f"  applied   {figures['applied_rows_per_second'] / 1e6:.2f} M rows/s, "
-        f"{_range(figures, 'apply_ratio')} of a bare scatter (aim: at least 0.5)"
-    )
+    console.print(f"  the default is {figures['default']} (aims: lookups at least 0.9, p99 at most 1.5)")
 
 
 def _range(figures: Mapping[str, Any], name: str) -> str:

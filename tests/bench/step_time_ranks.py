@@ -18,7 +18,6 @@ import click
 import torch
 import torch.distributed as dist
 from tests.bench.timing import Duration, spread_of
-from tests.bench.tracker_reads import tracked
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
@@ -28,6 +27,7 @@ from deltasync.trainer.example.features import Featurizer
 from deltasync.trainer.example.model import ClickBatch, ClickModel, click_batch
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.example.stream import batches
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 BATCH, PUBLISH_EVERY = 128, 10
 # What ratios of a `Duration` are called.
@@ -78,9 +78,16 @@ class _Tracking:
 
     @contextmanager
     def turn(self) -> Iterator[Callable[[], None]]:
-        """Track for the length of a turn."""
-        with tracked(self._model, PUBLISH_EVERY) as (tracker, after_step):
-            yield after_step
+        """Track for the length of a turn; the tracker is read every `PUBLISH_EVERY` steps, as for publishing."""
+        tracker = Tracker(self._model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=True))
+
+        def after_step() -> None:
+            tracker.step()
+            if tracker.steps % PUBLISH_EVERY == 0:
+                tracker.acknowledge(tracker.get_delta())
+
+        yield after_step
+        tracker.close()
         self.seconds += tracker.cost.seconds
         self.steps += tracker.steps
 

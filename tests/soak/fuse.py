@@ -62,9 +62,10 @@ def clock_file(fuse: Path) -> Path:
     return fuse.with_suffix(".clock")
 
 
-def follow_clock_file(file: Path) -> None:
-    """Have what this process takes for the time be off as a file says. Before others import it."""
-    wall, wall_ns = time.time, time.time_ns
+def shifted_clocks(
+    file: Path, seconds: Callable[[], float], nanoseconds: Callable[[], int]
+) -> tuple[Callable[[], float], Callable[[], int]]:
+    """Clocks that are off by as many seconds as a file says."""
 
     def off() -> float:
         try:
@@ -72,9 +73,7 @@ def follow_clock_file(file: Path) -> None:
         except FileNotFoundError:
             return 0.0
 
-    shifted: dict[str, Any] = {"time": lambda: wall() + off(), "time_ns": lambda: wall_ns() + int(off() * 1e9)}
-    for name, clock in shifted.items():
-        setattr(time, name, clock)
+    return lambda: seconds() + off(), lambda: nanoseconds() + int(off() * 1e9)
 
 
 def slow_file(file: Path) -> Path:
@@ -90,8 +89,10 @@ def blown(file: Path) -> Path:
 class Fuse:
     """Kills this process at the step that its file names, before or after what is done there."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(
+        self, file: Path, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._file, self._kill, self._sleep = file, kill, sleep
 
     def put_into(self, steps: dict[str, str]) -> None:
         """Look at the file at each of these steps."""
@@ -124,7 +125,7 @@ class Fuse:
         self._burn(f"before {name}")
         if name in _WRITES:
             with suppress(FileNotFoundError):
-                time.sleep(float(slow_file(self._file).read_text()))
+                self._sleep(float(slow_file(self._file).read_text()))
 
     def _burn(self, moment: str) -> None:
         try:
@@ -133,8 +134,8 @@ class Fuse:
             return
         if wanted == moment:
             self._file.rename(blown(self._file))
-            time.sleep(_GOES_ON_SECONDS)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._sleep(_GOES_ON_SECONDS)
+            self._kill(os.getpid(), signal.SIGKILL)
 
 
 def owner_of(place: str) -> tuple[Any, str]:
@@ -149,7 +150,8 @@ def owner_of(place: str) -> tuple[Any, str]:
 def main() -> None:
     """Run a module with a fuse."""
     file, module, *arguments = sys.argv[1:]
-    follow_clock_file(clock_file(Path(file)))
+    # Before the module imports them.
+    time.time, time.time_ns = shifted_clocks(clock_file(Path(file)), time.time, time.time_ns)
     Fuse(Path(file)).put_into(_STEPS[module])
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

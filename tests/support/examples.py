@@ -1,4 +1,4 @@
-"""How many examples Hypothesis tries: few in every run, ten times as many every night.
+"""How many examples Hypothesis tries: few in every run, twenty times as many every night.
 
 `--hypothesis-profile nightly` chooses the nightly profile. By day, examples are the same in each run, so that a
 failure belongs to the change at hand. By night they are random, and Hypothesis prints how to repeat a failure.
@@ -7,7 +7,7 @@ failure belongs to the change at hand. By night they are random, and Hypothesis 
 from hypothesis import settings
 
 # A deadline would measure time, and this says nothing on a busy machine.
-settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("default", max_examples=10, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=200, deadline=None, print_blob=True)
 
 

@@ -5,6 +5,7 @@ program that it is told to run over a socket.
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -240,4 +241,5 @@ def _run(first: str, *rest: str) -> None:
 if __name__ == "__main__":
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    gc.freeze()  # So that no program copies the pages of these modules to mark what is in them.
     _run(*_bear(socket.socket(fileno=int(sys.argv[1]))))

@@ -2,13 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import pytest
 from tests.support.faults import Faults
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
@@ -21,7 +19,6 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.cuts.messages import check_close, check_open
 from deltasync.cuts.session import PublishSession, open_session
-from deltasync.model.model_store import ModelStore
 from deltasync.service.backup import Backup, Backups
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
@@ -153,27 +150,3 @@ def back_up(data_dir: Path, url: Path) -> Backup:
 async def check(service: Service) -> list[Checked]:
     """Read and check everything that a service stores."""
     return await check_service(service.models, service.views, service.events, "who asks")
-
-
-class HeldWrites:
-    """Delays the writes of a model's store by method `name` until the test releases them."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        self.begun = asyncio.Event()
-        self._let_go = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        original = getattr(ModelStore, name)
-
-        def held(store: ModelStore, *arguments: Any) -> Future[None]:
-            self.begun.set()
-
-            async def later() -> None:
-                await self._let_go.wait()
-                await asyncio.wrap_future(original(store, *arguments))
-
-            return asyncio.run_coroutine_threadsafe(later(), self._loop)
-
-        patch.setattr(ModelStore, name, held)
-
-    def let_go(self) -> None:
-        self._let_go.set()

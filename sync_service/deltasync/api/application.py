@@ -5,7 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -31,6 +31,7 @@ from deltasync.base.errors import NotFound, NotPermitted
 from deltasync.base.process import built_version
 from deltasync.cluster.owners import Owners
 from deltasync.service.models import Models
+from deltasync.status import records
 from deltasync.status.answers import Sampler
 from deltasync.status.records import ConsumerStatus, ModelStatus, ReplicaStatus, TableLag, TableStatus, columns
 from deltasync.wire.errors import http_errors
@@ -47,6 +48,12 @@ status 307, and its lists contain only its own models. `/processes` lists all pr
 With roles, `GET` needs `read` and every change needs `admin`. `/livez`, `/readyz`, the page and this document are
 open to anyone.
 """
+
+
+# Pydantic would build a record's schema again for each route that answers with it: most of the service's start.
+for _record in vars(records).values():
+    if isinstance(_record, type) and is_dataclass(_record) and _record.__module__ == records.__name__:
+        _record.__pydantic_core_schema__ = TypeAdapter(_record).core_schema  # type: ignore[attr-defined]
 
 
 def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:

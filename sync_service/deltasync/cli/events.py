@@ -3,6 +3,8 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -36,14 +38,15 @@ def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
         say(*(json_lines(newest) if as_json else map(event_line, newest)))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _follow(service, last, as_json=as_json)
+        follow_events(lambda: EachProcess(service), last, as_json=as_json, pause=partial(time.sleep, _SECONDS))
 
 
-def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
+def follow_events(ask: Callable[[], EachProcess], last: int, *, as_json: bool, pause: Callable[[], None]) -> None:
+    """Print the last events, and then new ones for ever, with a pause between requests."""
     # Poll, because the event stream covers only one process, and processes come and go.
     seen, first, away, missing = dict[str, int](), True, False, dict[str, str]()
     while True:
-        processes = EachProcess(service)
+        processes = ask()
         try:
             latest = _asked(processes, max(last, _FEW) if first else _FEW, None if first else seen)
         except ServiceUnavailable as error:
@@ -57,7 +60,7 @@ def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
             if processes.missing.keys() != missing.keys():
                 print_missing(processes)
             first, away, missing = False, False, processes.missing
-        time.sleep(_SECONDS)
+        pause()
 
 
 def _asked(processes: EachProcess, few: int, seen: dict[str, int] | None) -> list[dict[str, Any]]:

@@ -160,10 +160,12 @@ def json_lines(answer: Any) -> list[str]:
     return json.dumps(answer, indent=2, default=str).splitlines()
 
 
-def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
+def show(
+    what: Show, http: Endpoint, *, watch: bool = False, pause: Callable[[float], None] = time.sleep
+) -> EachProcess:
     """Print the lines that `what` returns and the processes that did not answer; return the processes asked last.
 
-    With `watch`, repeat this until Ctrl-C, even while the service does not answer.
+    With `watch`, repeat this after a pause until Ctrl-C, even while the service does not answer.
     """
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -180,7 +182,7 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
             print_missing(processes)
             if not watch:
                 break
-            time.sleep(_SECONDS)
+            pause(_SECONDS)
     return processes
 
 

@@ -11,7 +11,7 @@ from tests.bench.pipelines.model import table_names
 from tests.bench.pipelines.options import Sizes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.pipelines.batches import FieldsBatch, record_stream
+from deltasync.trainer.pipelines.batches import FieldsBatch
 
 # More than a round uses, so that rows are not looked up again soon.
 _DIFFERENT = 32
@@ -26,24 +26,10 @@ class Batch(FieldsBatch):
     label: torch.Tensor
 
 
-@dataclass
-class TensorDictBatch(FieldsBatch):
-    """The same, with features as nested tensors: TorchRec's pipelines take no TensorDict that is no such class."""
-
-    sparse: TensorDict
-    dense: torch.Tensor
-    label: torch.Tensor
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of all tensors until `stream` has done its work on them."""
-        record_stream([self.sparse, self.dense, self.label], stream)
-
-
 class BatchKind(Enum):
     """What a pipeline is given."""
 
     KJT = auto()
-    TENSORDICT_INSIDE = auto()
     TENSORDICT = auto()
 
 
@@ -87,29 +73,18 @@ class Examples:
         sparse = KeyedJaggedTensor(keys=self.keys, values=self.ids, lengths=self.lengths)
         return Batch(sparse=sparse, dense=self.dense, label=self.label)
 
-    def of_kind(self, kind: BatchKind) -> Batch | TensorDictBatch | TensorDict:
-        if kind is BatchKind.KJT:
-            return self.batch()
-        return self.tensordict() if kind is BatchKind.TENSORDICT else self.with_tensordict()
-
-    def with_tensordict(self) -> TensorDictBatch:
-        """A batch whose features are a TensorDict."""
-        sparse = TensorDict(self._nested(), batch_size=[len(self.label)])
-        return TensorDictBatch(sparse=sparse, dense=self.dense, label=self.label)
+    def of_kind(self, kind: BatchKind) -> Batch | TensorDict:
+        return self.batch() if kind is BatchKind.KJT else self.tensordict()
 
     def tensordict(self) -> TensorDict:
         """A batch that is a TensorDict, of everything."""
-        rest = {"dense": self.dense, "label": self.label}
-        return TensorDict({**self._nested(), **rest}, batch_size=[len(self.label)])
-
-    def _nested(self) -> dict[str, torch.Tensor]:
-        """Features as nested tensors."""
         lengths = self.lengths.view(len(self.keys), -1)
         ids = torch.split(self.ids, lengths.sum(1).tolist())
-        return {
+        features = {
             key: torch.nested.nested_tensor_from_jagged(of_key, lengths=lengths_of_key)
             for key, of_key, lengths_of_key in zip(self.keys, ids, lengths, strict=True)
         }
+        return TensorDict({**features, "dense": self.dense, "label": self.label}, batch_size=[len(self.label)])
 
 
 def draw(sizes: Sizes, rank: int, device: torch.device) -> list[Examples]:
@@ -119,6 +94,6 @@ def draw(sizes: Sizes, rank: int, device: torch.device) -> list[Examples]:
     return [one.pinned() for one in drawn] if device.type == "cuda" else drawn
 
 
-def without_end(examples: list[Examples], kind: BatchKind) -> Iterator[Batch | TensorDictBatch | TensorDict]:
+def without_end(examples: list[Examples], kind: BatchKind) -> Iterator[Batch | TensorDict]:
     """Batches of examples that come again and again."""
     return (one.of_kind(kind) for one in cycle(examples))

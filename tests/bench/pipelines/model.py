@@ -12,7 +12,6 @@ from torchrec.distributed.sharding_plan import ParameterShardingGenerator, row_w
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.sharding import KERNEL, OptimizerOptions, shard
 
@@ -52,28 +51,6 @@ class TensorDictModel(BagModel):
 
     def forward(self, batch: Any) -> Output:
         return self.loss(batch, batch["dense"], batch["label"])
-
-
-class PreprocessedModel(BagModel):
-    """The same, after preprocessing: two modules, one after the other, map ids to other ones."""
-
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        super().__init__(sizes, device)
-        self.preprocessing = nn.ModuleDict({"first": Rehash(sizes.rows, 7), "then": Rehash(sizes.rows, 11)})
-
-    def forward(self, batch: Any) -> Output:
-        ids = self.preprocessing["then"](self.preprocessing["first"](batch.sparse))
-        return self.loss(ids, batch.dense, batch.label)
-
-
-class Rehash(nn.Module):
-    def __init__(self, rows: int, salt: int) -> None:
-        super().__init__()
-        self._rows, self._salt = rows, salt
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        ids = (features.values() * 31 + self._salt) % self._rows
-        return KeyedJaggedTensor(keys=features.keys(), values=ids, lengths=features.lengths())
 
 
 def sharded(

@@ -1,17 +1,15 @@
 """The ranks of the pipeline benchmark, under torchrun.
 
-Each variant has a model of its own, and all models begin with the same values. A turn loads as many batches as it
-trains on, so that pipelines stay full. A round has a turn of every variant, in an order that changes from round to
-round, so that a change of the machine's speed concerns all of them; turns of the same round are compared.
+Each pipeline has a model of its own, and all models begin with the same values. A turn loads as many batches as it
+trains on, so that pipelines stay full. A round has a turn of every pipeline, in an order that changes from round
+to round, so that a change of the machine's speed concerns all of them; turns of the same round are compared.
 """
 
 import gc
 import json
-import os
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,62 +17,48 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from tests.bench.pipelines.batches import Examples, draw, without_end
-from tests.bench.pipelines.figures import Turn, figures
-from tests.bench.pipelines.laps import laps_on
-from tests.bench.pipelines.memory import Memory, memory_of
-from tests.bench.pipelines.model import sharded
+from tests.bench.pipelines.batches import BatchKind, Examples, draw, without_end
+from tests.bench.pipelines.model import BagModel, TensorDictModel, sharded
 from tests.bench.pipelines.options import Sizes, pipelines_options
-from tests.bench.pipelines.variants import (
-    NOT_COMPARED,
-    VARIANTS,
-    Variant,
-    VariantContext,
-    trainable,
-    with_references,
-)
-from tests.bench.timing import Duration
+from tests.bench.timing import Duration, spread_of
+from torchrec.distributed import TrainPipelineSparseDist
 
 from deltasync.trainer.distributed.ranks import join_ranks
+from deltasync.trainer.pipelines import OnlinePipeline
 
 # What a pipeline loads ahead is there before its turn.
 _AHEAD, _WARM_UP_ROUNDS = 4, 1
+# The pipeline, its model and its batches, by name.
+VARIANTS: dict[str, tuple[Callable[..., Any], type[BagModel], BatchKind]] = {
+    "torchrec": (TrainPipelineSparseDist, BagModel, BatchKind.KJT),
+    "ours": (OnlinePipeline, BagModel, BatchKind.KJT),
+    "tensordict": (OnlinePipeline, TensorDictModel, BatchKind.TENSORDICT),
+}
+_RATIOS = {"pipeline": ("ours", "torchrec"), "tensordict": ("tensordict", "ours")}
 
 
 class Training:
-    """A variant in training, for as long as it is entered into `stack`."""
+    """A pipeline in training."""
 
-    def __init__(
-        self,
-        variant: Variant,
-        sizes: Sizes,
-        examples: list[Examples],
-        device: torch.device,
-        context: VariantContext,
-        stack: ExitStack,
-    ) -> None:
-        model, optimizer = sharded(variant.model, sizes, device)
-        self._after_step = stack.enter_context(variant.beside(model, context))
-        self._pipeline = variant.pipeline(model, optimizer, device)
+    def __init__(self, name: str, sizes: Sizes, examples: list[Examples], device: torch.device) -> None:
+        pipeline, model, batches = VARIANTS[name]
+        self._pipeline = pipeline(*sharded(model, sizes, device), device)
         self._device = device
         self._waiting: deque[Any] = deque()
         self._stream = self._loaded()
-        self._batches = without_end(examples, variant.batches)
+        self._batches = without_end(examples, batches)
         self.loss = torch.tensor(0.0)
         self._load(_AHEAD)
 
-    def turn(self, steps: int) -> Turn:
-        """Some steps, until all ranks have done them."""
+    def turn(self, steps: int) -> Duration:
+        """Train some steps until all ranks have done them; the duration of one."""
         self._load(steps)
         self._meet()
-        started, laps = Duration.now(), laps_on(self._device)
-        laps.note()
+        started = Duration.now()
         for _ in range(steps):
             self.loss = self._pipeline.progress(self._stream)
-            self._after_step()
-            laps.note()
         self._meet()
-        return Turn(Duration(*(value / steps for value in Duration.since(started))), laps.seconds())
+        return Duration(*(value / steps for value in Duration.since(started)))
 
     def finish(self) -> None:
         """Train on what was loaded ahead: a rank that ends before has not received ids that others sent it."""
@@ -83,7 +67,6 @@ class Training:
                 self._pipeline.progress(self._stream)
             except StopIteration:
                 return
-            self._after_step()
 
     def _loaded(self) -> Iterator[Any]:
         while self._waiting:
@@ -99,95 +82,41 @@ class Training:
         dist.barrier()
 
 
-class PipelineBench:
-    """Variants in training."""
-
-    def __init__(
-        self,
-        sizes: Sizes,
-        variants: Mapping[str, Variant],
-        context: VariantContext,
-        device: torch.device,
-        stack: ExitStack,
-    ) -> None:
-        self._sizes, self._context, self._device, self._stack = sizes, context, device, stack
-        self._examples = draw(sizes, dist.get_rank(), device)
-        memory = memory_of(device)
-        with ExitStack() as first:  # What a process needs once is not counted as the first variant's.
-            self._started(VARIANTS["ours"], first).finish()
-        self._trainings: dict[str, Training] = {}
-        self.bytes: dict[str, tuple[int, int]] = {}
-        for name, variant in variants.items():
-            self._trainings[name], self.bytes[name] = self._measured(variant, memory)
-
-    def rounds(self) -> list[dict[str, Turn]]:
-        """The turns of all rounds, by variant."""
-        rounds = [self._round(number) for number in range(_WARM_UP_ROUNDS + self._sizes.rounds)]
-        return rounds[_WARM_UP_ROUNDS:]
-
-    def finish(self) -> None:
-        for training in self._trainings.values():
-            training.finish()
-
-    @property
-    def losses(self) -> Mapping[str, float]:
-        return {name: float(training.loss) for name, training in self._trainings.items()}
-
-    def _measured(self, variant: Variant, memory: Memory) -> tuple[Training, tuple[int, int]]:
-        gc.collect()
-        before = memory.held()
-        training = self._started(variant, self._stack)
-        gc.collect()
-        held = memory.held() - before
-        return training, (held, memory.rise(lambda: training.turn(self._sizes.steps)))
-
-    def _started(self, variant: Variant, stack: ExitStack) -> Training:
-        """A training that has run for a while, so that each cut to come falls into the middle of a turn."""
-        training = Training(variant, self._sizes, self._examples, self._device, self._context, stack)
-        training.turn(self._sizes.steps + self._sizes.steps // 2)
-        return training
-
-    def _round(self, number: int) -> dict[str, Turn]:
-        order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # On all ranks.
-        gc.collect()
-        return {name: self._trainings[name].turn(self._sizes.steps) for name in order}
-
-
 @click.command()
 @pipelines_options
-@click.option("--service", required=True, help="Where to publish.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), required=True)
-def main(service: str, json_file: Path, variants: Sequence[str], **settings: Any) -> None:
+def main(json_file: Path, **settings: Any) -> None:
     """Measure on this rank; rank 0 writes the figures."""
     sizes = Sizes(**settings)
     device = join_ranks()
-    wanted, problems = trainable(with_references(variants), device)
-    with ExitStack() as stack:
-        bench = PipelineBench(sizes, wanted, VariantContext(service, sizes.steps), device, stack)
-        rounds = bench.rounds()
-        found = figures(rounds, _most(bench.bytes, device), bench.losses)
-        bench.finish()
-    machine = {
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "memory_source": memory_of(device).source,
-        "not_measured": problems if variants else problems | NOT_COMPARED,
-    }
+    examples = draw(sizes, dist.get_rank(), device)
+    trainings = {name: Training(name, sizes, examples, device) for name in VARIANTS}
+    rounds = [_round(trainings, sizes, number) for number in range(_WARM_UP_ROUNDS + sizes.rounds)]
+    figures = _figures(rounds[_WARM_UP_ROUNDS:], {name: float(each.loss) for name, each in trainings.items()})
+    for training in trainings.values():
+        training.finish()
     if dist.get_rank() == 0:
-        json_file.write_text(json.dumps(found | machine))
+        json_file.write_text(json.dumps(figures | {"device": device.type}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _most(found: dict[str, tuple[int, int]], device: torch.device) -> dict[str, tuple[int, int]]:
-    """Of all ranks, those figures of the rank whose peak is the highest."""
-    mine = torch.tensor(list(found.values()), device=device)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine)
-    of_ranks = zip(*(rank.tolist() for rank in ranks), strict=True)
-    return {name: tuple(max(pairs, key=sum)) for name, pairs in zip(found, of_ranks, strict=True)}
+def _round(trainings: Mapping[str, Training], sizes: Sizes, number: int) -> dict[str, Duration]:
+    order = random.Random(number).sample(list(trainings), len(trainings))  # On all ranks.
+    gc.collect()
+    return {name: trainings[name].turn(sizes.steps) for name in order}
+
+
+def _figures(rounds: Sequence[Mapping[str, Duration]], losses: Mapping[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "variants": {
+            name: spread_of("step_ms", (1e3 * one[name].seconds for one in rounds)) | {"loss": losses[name]}
+            for name in VARIANTS
+        }
+    }
+    for ratio, (name, other) in _RATIOS.items():
+        found |= spread_of(f"{ratio}_step_ratio", (one[name].seconds / one[other].seconds for one in rounds))
+    return found
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 from tests.bench import quality as bench_quality
 from tests.bench.__main__ import bench
-from tests.bench.consumers import EIGHT, FLEETS, ONE
-from tests.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
+from tests.bench.consumers import EIGHT
+from tests.bench.process import TICK_SECONDS, cpu_seconds
 from tests.bench.scale import uniform, zipf
-from tests.bench.serve import CHECKED, WAYS
+from tests.bench.serve import WAYS
 from tests.bench.timing import spread_of
 from tests.support.programs import run_program
 
@@ -73,10 +73,7 @@ def test_a_measured_release_takes_a_tenth_of_rows_that_are_all_dirty(release: Me
 def test_release_time_is_given_as_ratios_with_their_range(release: Measured) -> None:
     figures, said = release
     for line in (figures["value_types"][name] for name in KINDS):
-        for key in ("time_ratio", "blocked_time_ratio"):
-            assert_has_range(line, key)
-        assert set(line["parts"]) == {"look", "pick", "give"}
-        assert all(seconds > 0 for seconds in line["parts"].values())
+        assert_has_range(line, "time_ratio")
     assert figures["release_time_ratio"] == figures["value_types"]["fp32"]["time_ratio"]
     assert all(name in said for name in KINDS)
 
@@ -89,31 +86,16 @@ def test_the_eight_policies_differ_and_cover_what_a_policy_can_say() -> None:
     assert {policy.value_type for policy in policies} == set(ValueType)
     for field, default in Policy().as_dict().items():
         assert any(policy.as_dict()[field] != default for policy in policies), field
-    assert EIGHT.items() >= ONE.items()
 
 
 @pytest.mark.nightly
 def test_every_consumer_is_given_rows_of_every_version(consumers: Measured) -> None:
-    figures, _ = consumers
-    assert list(figures["fleets"]) == list(FLEETS)
-    for name, line in figures["fleets"].items():
-        assert set(line["consumers"]) == set(FLEETS[name])
-        assert line["versions"] > 0
-        # Each version is waited for, so that no two of them are one release.
-        assert all(given["releases"] >= line["versions"] for given in line["consumers"].values()), name
-    everything = figures["fleets"]["everything"]
-    assert everything["consumers"]["everything"]["rows"] == everything["versions"] * 400 // 20
-
-
-@pytest.mark.nightly
-def test_consumers_cost_time_and_memory_beside_their_tables(consumers: Measured) -> None:
     figures, said = consumers
-    for key in ("service_cpu_per_version_ratio", "policy_cpu_per_version_ratio"):
-        assert_has_range(figures, key)
-    lines = figures["fleets"]
-    assert lines["eight"]["table_bytes"] > lines["one"]["table_bytes"] > lines["everything"]["table_bytes"] > 0
-    assert all(line["rest_bytes"] > 1 << 20 for line in lines.values())
-    assert "eight against one: ratio" in said
+    assert set(figures["consumers"]) == set(EIGHT)
+    assert figures["versions"] > 0
+    assert all(given["releases"] >= figures["versions"] for given in figures["consumers"].values())
+    assert_has_range(figures, "eight_ratio")
+    assert "aim: at most 3" in said
 
 
 @pytest.mark.nightly
@@ -122,24 +104,6 @@ def test_a_process_is_charged_for_the_time_it_computes() -> None:
     while (taken := cpu_seconds(os.getpid()) - before) < 3 * TICK_SECONDS:
         sum(range(10_000))
     assert sum(os.times()[:2]) >= before + taken - TICK_SECONDS
-
-
-def mapped(path: Path) -> "np.memmap[Any, np.dtype[np.uint8]]":
-    path.parent.mkdir(exist_ok=True)
-    array = np.memmap(path, np.uint8, "w+", shape=64 << 20)
-    array[:] = 1
-    return array
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["table/data.mdb", "log/data.mdb"])
-def test_the_log_is_no_resident_memory(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).parent.mkdir()
-    before = resident_bytes(os.getpid())
-    held = mapped(tmp_path / name)
-    grown = resident_bytes(os.getpid()) - before
-    # Of other pages some may have been given back meanwhile.
-    assert (grown > len(held) // 2) is (name != "log/data.mdb")
 
 
 @pytest.mark.nightly
@@ -152,7 +116,7 @@ def test_a_spread_has_its_median_between_its_ends() -> None:
 def test_time_to_apply_is_given_as_ratios_with_their_range(tmp_path: Path) -> None:
     figures, said = measured(tmp_path, "apply", "--rows", "500", "--changed", "100", "--dim", "8", "--rounds", "3")
     assert [figures[name] for name in ("rows", "changed", "dim", "rounds")] == [500, 100, 8, 3]
-    for name in ("apply_time_ratio", "given_time_ratio", "replica_time_ratio"):
+    for name in ("apply_time_ratio", "replica_time_ratio"):
         assert_has_range(figures, name)
     assert "aim: at most 0.8" in said
 
@@ -230,7 +194,7 @@ def test_a_rollback_sends_the_rows_that_differ_and_cuts_are_timed_while_a_versio
 def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> None:
     sizes = ("--rows", "2000", "--dim", "8", "--rounds", "2", "--seconds", "0.3", "--releases-per-second", "50")
     figures, said = measured(tmp_path, "serve", *sizes)
-    for way in (*WAYS, CHECKED):
+    for way in WAYS:
         assert way in said
         assert figures[f"{way}_replaced_rows_per_second"] > 0
         for name in ("lookup_ratio", "p99_ratio"):
@@ -238,21 +202,18 @@ def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> 
     assert figures["default"] in WAYS
     for name in ("lookup_ratio", "p99_ratio", "lookups_per_second"):
         assert figures[name] == figures[f"{figures['default']}_{name}"]
-    assert_has_range(figures, "apply_ratio")
 
 
 @pytest.mark.nightly
 def test_workers_over_a_mirror_are_measured_with_rows_that_change(tmp_path: Path) -> None:
     sizes = ("--rows", "20000", "--dim", "64", "--rounds", "2", "--seconds", "0.3", "--workers", "2")
     figures, said = measured(tmp_path, "shared", *sizes)
-    ratios = "lookup_ratio", "unchanged_ratio", "p99_ratio", "apply_ratio", "private_apply_ratio", "keyed_ratio"
-    for name in ratios:
+    for name in ("lookup_ratio", "p99_ratio", "apply_ratio"):
         assert_has_range(figures, name)
     assert figures["changed_rows_per_second"] > 0
     assert 1 < figures["memory_ratio"] < figures["workers"], "another worker has more memory, but no copy"
     assert figures["copies_ratio"] > 2, "two sides"
     assert figures["private_ratio"] > 2, "a copy for each of two workers"
-    assert min(figures["reading_us"], figures["reading_100_us"]) > 0
     assert "copies with both sides" in said
 
 

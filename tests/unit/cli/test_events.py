@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.command import deltasync
 
 from deltasync.base.errors import ServiceUnavailable
-from deltasync.cli.events import event_line, may_lack, unseen
+from deltasync.cli.events import event_line, follow_events, may_lack, unseen
+from deltasync.client import Endpoint
 from deltasync.client.admin import EachProcess
+
+HERE = Endpoint("http://here:1")
 
 _Numbers = st.lists(st.integers(1, 10**6), unique=True, max_size=30).map(sorted)
 
@@ -32,26 +34,24 @@ def test_each_is_shown_once_however_often_asked(numbers: dict[str, list[int]], e
 
 @pytest.mark.parametrize("last", [0, 1, 3])
 def test_who_follows_is_shown_some_of_before_and_all_that_come(
-    last: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    last: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = [_event("sync-0", each) for each in (1, 3)], [_event("sync-1", 2)]
     later = [_event("sync-1", 4), _event("sync-2", 5)]
     before = [one[0], *other, one[1]]
     answers = iter([None, before, [], [*before, *later]])
 
-    def answer(_processes: EachProcess, _path: str) -> list[Any]:
-        try:
+    class Answering(EachProcess):
+        def answers(self, path: str, *_: Any, **__: Any) -> list[Any]:
             found = next(answers)
-        except StopIteration:
-            raise KeyboardInterrupt from None
-        if found is None:
-            raise ServiceUnavailable("no")
-        return [found]
+            if found is None:
+                raise ServiceUnavailable("no")
+            return [found]
 
-    monkeypatch.setattr(EachProcess, "answers", answer)
-    monkeypatch.setattr("deltasync.cli.events.time.sleep", lambda _: None)
-    code, out, said = deltasync("events", "--follow", "--json", "--last", str(last), "--service", "http://here:1")
-    assert (code, said.count("does not answer")) == (0, 1)
+    with pytest.raises(StopIteration):
+        follow_events(lambda: Answering(HERE), last, as_json=True, pause=lambda: None)
+    out, said = capsys.readouterr()
+    assert said.count("does not answer") == 1
     assert [json.loads(line)["number"] for line in out.splitlines()] == [1, 2, 3, 4, 5][3 - last :]
 
 
@@ -76,31 +76,25 @@ def test_few_are_asked_for_as_long_as_they_go_back_to_those_seen(
     assert not may_lack(last(max(ends), few), seen, few)
 
 
-def test_who_follows_asks_for_few_and_for_all_where_many_have_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_follows_asks_for_few_and_for_all_where_many_have_come(capsys: pytest.CaptureFixture[str]) -> None:
     events, paths = [_event("", each) for each in range(1, 401)], list[str]()
     heads = iter([100, 101, 300, 300, 310])
-
-    def answer(processes: EachProcess, path: str) -> list[Any]:
-        paths.append(path)
-        asked = int(path.rpartition("=")[2])
-        if head[0] >= 300:
-            processes.missing["sync-1"] = "it is gone"
-        return [events[: head[0]][-asked:]]
-
     head = [next(heads)]
 
-    def sleep(_: float) -> None:
-        try:
-            head[0] = next(heads)
-        except StopIteration:
-            raise KeyboardInterrupt from None
+    class Answering(EachProcess):
+        def answers(self, path: str, *_: Any, **__: Any) -> list[Any]:
+            paths.append(path)
+            if head[0] >= 300:
+                self.missing["sync-1"] = "it is gone"
+            return [events[: head[0]][-int(path.rpartition("=")[2]) :]]
 
-    monkeypatch.setattr(EachProcess, "answers", answer)
-    monkeypatch.setattr("deltasync.cli.events.time.sleep", sleep)
-    code, out, said = deltasync("events", "--follow", "--json", "--last", "3", "--service", "http://here:1")
-    assert (code, said.count("sync-1")) == (0, 1)
+    def pause() -> None:
+        head[0] = next(heads)
+
+    with pytest.raises(StopIteration):
+        follow_events(lambda: Answering(HERE), 3, as_json=True, pause=pause)
+    out, said = capsys.readouterr()
+    assert said.count("sync-1") == 1
     assert [json.loads(line)["number"] for line in out.splitlines()] == list(range(98, 311))
     assert [path.rpartition("=")[2] for path in paths] == ["50", "50", "50", "1000", "50", "50"]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.command import deltasync
 
+from deltasync.cli.output import show
 from deltasync.cli.status import BEHIND
 from deltasync.client import Admin, Endpoint, ServiceUnavailable
 from deltasync.client.admin import EachProcess
@@ -202,15 +203,15 @@ def test_a_process_that_hears_of_no_others_is_not_the_one_to_list_them(service: 
     assert len(EachProcess(Endpoint.of_http(service.addresses[0])).answers("/models")) == 3
 
 
-def test_what_is_watched_says_it_too(service: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_watched_says_it_too(service: Processes, capsys: pytest.CaptureFixture[str]) -> None:
     turns = iter([{1}, set[int](), None])
 
-    def sleep(_: float) -> None:
+    def pause(_: float) -> None:
         gone = next(turns)
         if gone is None:
             raise KeyboardInterrupt
         service.gone = gone
 
-    monkeypatch.setattr("deltasync.cli.output.time.sleep", sleep)
-    code, _, err = service.run("lag", "--watch")
-    assert (code, err.count("process sync-1 did not answer")) == (0, 1)
+    here = Endpoint.of_http(",".join(service.addresses))
+    show(lambda processes: list(map(str, processes.answers("/consumers"))), here, watch=True, pause=pause)
+    assert capsys.readouterr().err.count("process sync-1 did not answer") == 1

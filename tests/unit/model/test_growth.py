@@ -158,11 +158,9 @@ async def test_of_a_table_that_was_never_published_another_may_come(tmp_path: Pa
             np.testing.assert_array_equal(table.rows, rows)
 
 
-def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(tmp_path: Path) -> None:
     """Some rows of before are in a checkpoint, others only in the log."""
-    data_dir, copies = tmp_path / "data", list[Path]()
+    data_dir, crashes = tmp_path / "data", Crashes(tmp_path / "data", tmp_path)
     before, after = dict[str, object](), dict[str, object]()
     later = [replace(USER, rows=5000), ITEM, NEW, replace(WHOLE[1].table, name="more")]
 
@@ -172,11 +170,9 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
         await service.models.coordinators["clicks"].drain()
         before.update(tables_of(service.models["clicks"]))
-        with monkeypatch.context() as patch:
-            crashes = Crashes(patch, data_dir, tmp_path)
+        with crashes.of(service):
             await grow_without_seal(service, later)
         after.update(tables_of(service.models["clicks"]))
-        copies.extend(crashes.copies)
 
     found = []
 
@@ -192,7 +188,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
             np.testing.assert_array_equal(table.rows, rows)
 
     run(data_dir, grow)
-    for copy in copies:
+    for copy in crashes.copies:
         run(copy, check)
     assert found == sorted(found), "once it has grown it stays so"
     assert set(found) == {False, True}

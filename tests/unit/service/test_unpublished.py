@@ -250,22 +250,18 @@ async def test_ranks_that_contradict_each_other_are_refused_and_leave_nothing(se
     assert traces(service) == []
 
 
-def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data_dir, copies = tmp_path / "data", list[Path]()
+def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(tmp_path: Path) -> None:
+    data_dir, crashes = tmp_path / "data", Crashes(tmp_path / "data", tmp_path)
 
     async def first(service: Service) -> None:
-        with monkeypatch.context() as patch:
-            crashes = Crashes(patch, data_dir, tmp_path)
+        with crashes.of(service):
             async with stream(service) as session:
-                crashes._copy("after the open")
+                crashes.copy("after the open")
                 *rows, close = full_part(1, ROWS, WHOLE)
                 await send(session, rows)
                 await asyncio.wrap_future(log_of(service).put("written", b""))
                 await send(session, [close])
-                crashes._copy("after the seal")
-        copies.extend(crashes.copies)
+                crashes.copy("after the seal")
 
     found = list[bool]()
 
@@ -279,8 +275,8 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
         await publish(service, 2, run="run-2", started=2)
 
     run(data_dir, first)
-    assert len(copies) >= 6
-    for copy in copies:
+    assert len(crashes.copies) >= 6
+    for copy in crashes.copies:
         run(copy, check)
     assert found == sorted(found)
     assert found.count(True) >= 1

@@ -16,6 +16,7 @@ from tests.support.wire import USER, part
 from deltasync.base.events import Event, EventKind
 from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
+from deltasync.cuts.session import PublishSession
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
@@ -95,23 +96,23 @@ class Play:
 
 
 @pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_every_action_is_done_or_not_whenever_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
-) -> None:
+def test_every_action_is_done_or_not_whenever_it_ends(tmp_path: Path, remote: bool) -> None:
     def options(disks: Path) -> dict[str, Any]:
         return {"keep_checkpoints": 2} | ({"checkpoints": str(disks / "url")} if remote else {})
 
-    plays, crashes_of = list[Play](), list[Crashes]()
+    plays, crashes = list[Play](), Crashes(tmp_path / "disks", tmp_path, appends=True)
 
     async def live(service: Service) -> None:
         session = await publish(service)
         for name, policy in POLICIES.items():
             await service.consumers.create(name, MODEL, policy)
             await arrive(service, name)
-        crashes = Crashes(patch, tmp_path / "disks", tmp_path, appends=True)
+        with crashes.of(service):
+            await act(service, session)
+
+    async def act(service: Service, session: PublishSession) -> None:
         play, follow, versions = Play(service, crashes), service.following, service.versions
         plays.append(play)
-        crashes_of.append(crashes)
 
         def change(step: int) -> Awaitable[object]:
             return send(session, part(step, [(0, [step, 9], np.full((2, USER.dim), step, "<f4"))]))
@@ -137,9 +138,8 @@ def test_every_action_is_done_or_not_whenever_it_ends(
         await play.do(lambda: versions.release(MODEL, "one"))
         await service.checkpoints.make(MODEL)
 
-    with monkeypatch.context() as patch:
-        run(tmp_path / "disks" / "data", live, **options(tmp_path / "disks"))
-    (play,), (crashes,) = plays, crashes_of
+    run(tmp_path / "disks" / "data", live, **options(tmp_path / "disks"))
+    (play,) = plays
 
     async def goes_on(copy: Path, before: State, after: State) -> bool:
         failed = list[Event]()

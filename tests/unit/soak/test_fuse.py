@@ -1,10 +1,10 @@
 import asyncio
-import importlib
 import os
 import signal
-import time
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 from tests.soak.fuse import (
@@ -25,21 +25,20 @@ class Killed(BaseException):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Steps in the place of our own; who would be killed raises."""
+    """Steps of a module `m`."""
     done: list[str] = []
 
     async def awaited() -> None:
         done.append("awaited")
 
     found = SimpleNamespace(called=lambda: done.append("called"), awaited=awaited, done=done)
-    monkeypatch.setattr(importlib, "import_module", lambda _: found)
-
-    def kill(pid: int, number: int) -> None:
-        assert (pid, number) == (os.getpid(), signal.SIGKILL)
-        raise Killed
-
-    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setitem(sys.modules, "m", cast("ModuleType", found))
     return found
+
+
+def kill(pid: int, number: int) -> None:
+    assert (pid, number) == (os.getpid(), signal.SIGKILL)
+    raise Killed
 
 
 @pytest.mark.parametrize("places", [SERVICE_STEPS, RESTORE_STEPS, RANK_STEPS, REPLICA_STEPS])
@@ -61,7 +60,7 @@ def test_it_kills_once_at_the_moment_asked_for_and_not_before(
             asyncio.run(steps.awaited())
 
     file = tmp_path / "a.fuse"
-    Fuse(file).put_into({"x": f"m:{step}"})
+    Fuse(file, kill).put_into({"x": f"m:{step}"})
     do()
     file.write_text(f"{when} y")
     do()
@@ -73,16 +72,13 @@ def test_it_kills_once_at_the_moment_asked_for_and_not_before(
     do()  # As in the process that is started in its place.
 
 
-def test_only_what_writes_is_slow_and_only_while_a_file_says_so(
-    tmp_path: Path, steps: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_writes_is_slow_and_only_while_a_file_says_so(tmp_path: Path, steps: SimpleNamespace) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
     file = tmp_path / "a.fuse"
-    Fuse(file).put_into({"commit": "m:called"})
+    Fuse(file, sleep=slept.append).put_into({"commit": "m:called"})
     steps.called()
     slow_file(file).write_text("0.05")
     steps.called()
-    Fuse(file).put_into({"publish": "m:awaited"})
+    Fuse(file, sleep=slept.append).put_into({"publish": "m:awaited"})
     asyncio.run(steps.awaited())
     assert (slept, steps.done) == ([0.05], ["called", "called", "awaited"])
