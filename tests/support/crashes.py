@@ -2,14 +2,15 @@
 
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.faults import Faults, Hook
 
 from deltasync.checkpoints.file_storage import UNFINISHED, Place
-from deltasync.log.lmdb_store import LmdbStore
 
 
 class Crashes:
@@ -18,48 +19,50 @@ class Crashes:
     With `appends`, also after each record of a stream, such as a part of a cut.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, data_dir: Path, into: Path, *, appends: bool = False) -> None:
+    def __init__(self, data_dir: Path, into: Path, *, appends: bool = False) -> None:
         self.copies: list[Path] = []
-        self._data_dir = data_dir
-        self._into = into
-        files = threading.Lock()
-        record, append, put, remove = LmdbStore.put, LmdbStore.append, Place.put, Place.remove
+        self._data_dir, self._into, self._appends = data_dir, into, appends
+        self._files = threading.Lock()
 
-        def recording(log: LmdbStore, name: str, value: bytes | None, **named: Any) -> Future[None]:
-            self._copy(f"before {name.replace('/', ' ')} is written")
-            written = record(log, name, value, **named)
-            written.result(20)
-            self._copy(f"after {name.replace('/', ' ')} is written")
-            return written
+    @contextmanager
+    def of(self, faults: Faults) -> Iterator[None]:
+        """Copy while the block runs."""
+        appending = {"append": self._append} if self._appends else {}
+        with (
+            faults.log.replaced(put=self._record, **appending),
+            faults.place.replaced(put=self._put, remove=self._remove),
+        ):
+            yield
 
-        def appending(log: LmdbStore, stream: str, *key: Any, **named: Any) -> Future[None]:
-            written = append(log, stream, *key, **named | {"patient": False})
-            written.result(20)
-            self._copy(f"after a record of {stream.replace('/', ' ')} is written")
-            return written
-
-        def putting(place: Place, name: str, content: bytes | memoryview) -> None:
-            with files:  # Several threads write the copies of files.
-                copy = self._copy("while a file is written")
-                half = copy / Path(f"{place.url}/{name}{UNFINISHED}").relative_to(data_dir)
-                half.parent.mkdir(parents=True, exist_ok=True)
-                half.write_bytes(content[: len(content) // 2])
-                put(place, name, content)
-                self._copy("after a file is written")
-
-        def removing(place: Place, name: str) -> None:
-            self._copy("before a file is removed")
-            remove(place, name)
-            self._copy("after a file is removed")
-
-        patch.setattr(LmdbStore, "put", recording)
-        if appends:
-            patch.setattr(LmdbStore, "append", appending)
-        patch.setattr(Place, "put", putting)
-        patch.setattr(Place, "remove", removing)
-
-    def _copy(self, when: str) -> Path:
+    def copy(self, when: str) -> Path:
         folder = self._into / f"{len(self.copies):03} {when}"
         shutil.copytree(self._data_dir, folder)
         self.copies.append(folder)
         return folder
+
+    def _record(self, call: Hook, name: str, value: bytes | None, **named: Any) -> "Future[None]":
+        self.copy(f"before {name.replace('/', ' ')} is written")
+        written: Future[None] = call(name, value, **named)
+        written.result(20)
+        self.copy(f"after {name.replace('/', ' ')} is written")
+        return written
+
+    def _append(self, call: Hook, stream: str, *key: Any, **named: Any) -> "Future[None]":
+        written: Future[None] = call(stream, *key, **named | {"patient": False})
+        written.result(20)
+        self.copy(f"after a record of {stream.replace('/', ' ')} is written")
+        return written
+
+    def _put(self, call: Hook, place: Place, name: str, content: bytes | memoryview) -> None:
+        with self._files:  # Several threads write the copies of files.
+            copy = self.copy("while a file is written")
+            half = copy / Path(f"{place.url}/{name}{UNFINISHED}").relative_to(self._data_dir)
+            half.parent.mkdir(parents=True, exist_ok=True)
+            half.write_bytes(content[: len(content) // 2])
+            call(place, name, content)
+            self.copy("after a file is written")
+
+    def _remove(self, call: Hook, place: Place, name: str) -> None:
+        self.copy("before a file is removed")
+        call(place, name)
+        self.copy("after a file is removed")

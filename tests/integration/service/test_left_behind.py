@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pytest
 from tests.support.crashes import Crashes
 from tests.support.faults import Faults, refusing
 from tests.support.local_service import join, publish, run, send
@@ -51,10 +50,10 @@ async def live(service: Service) -> None:
     await service.consumers.delete("top")
 
 
-def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        crashes = Crashes(patch, tmp_path / "data", tmp_path)
-        run(tmp_path / "data", live, keep_checkpoints=2)
+def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path) -> None:
+    crashes, faults = Crashes(tmp_path / "data", tmp_path), Faults()
+    with crashes.of(faults):
+        run(tmp_path / "data", live, faults=faults, keep_checkpoints=2)
     versions, untidy = list[int](), 0
 
     async def goes_on(service: Service) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import faults_of, join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
 from tests.unit.support.async_tests import in_service
@@ -158,9 +158,7 @@ async def test_of_a_table_that_was_never_published_another_may_come(tmp_path: Pa
             np.testing.assert_array_equal(table.rows, rows)
 
 
-def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(tmp_path: Path) -> None:
     """Some rows of before are in a checkpoint, others only in the log."""
     data_dir, copies = tmp_path / "data", list[Path]()
     before, after = dict[str, object](), dict[str, object]()
@@ -172,8 +170,8 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
         await service.models.coordinators["clicks"].drain()
         before.update(tables_of(service.models["clicks"]))
-        with monkeypatch.context() as patch:
-            crashes = Crashes(patch, data_dir, tmp_path)
+        crashes = Crashes(data_dir, tmp_path)
+        with crashes.of(faults_of(service)):
             await grow_without_seal(service, later)
         after.update(tables_of(service.models["clicks"]))
         copies.extend(crashes.copies)

@@ -250,21 +250,19 @@ async def test_ranks_that_contradict_each_other_are_refused_and_leave_nothing(se
     assert traces(service) == []
 
 
-def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(tmp_path: Path) -> None:
     data_dir, copies = tmp_path / "data", list[Path]()
 
     async def first(service: Service) -> None:
-        with monkeypatch.context() as patch:
-            crashes = Crashes(patch, data_dir, tmp_path)
+        crashes = Crashes(data_dir, tmp_path)
+        with crashes.of(faults_of(service)):
             async with stream(service) as session:
-                crashes._copy("after the open")
+                crashes.copy("after the open")
                 *rows, close = full_part(1, ROWS, WHOLE)
                 await send(session, rows)
                 await asyncio.wrap_future(log_of(service).put("written", b""))
                 await send(session, [close])
-                crashes._copy("after the seal")
+                crashes.copy("after the seal")
         copies.extend(crashes.copies)
 
     found = list[bool]()

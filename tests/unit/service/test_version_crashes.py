@@ -4,12 +4,14 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
+from tests.support.faults import Faults
 from tests.support.local_service import join, opened, publish, run, send, view_of
 from tests.support.wire import USER, part
 
@@ -95,23 +97,21 @@ class Play:
 
 
 @pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_every_action_is_done_or_not_whenever_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
-) -> None:
+def test_every_action_is_done_or_not_whenever_it_ends(tmp_path: Path, remote: bool) -> None:
     def options(disks: Path) -> dict[str, Any]:
         return {"keep_checkpoints": 2} | ({"checkpoints": str(disks / "url")} if remote else {})
 
-    plays, crashes_of = list[Play](), list[Crashes]()
+    plays, faults, ended = list[Play](), Faults(), ExitStack()
+    crashes = Crashes(tmp_path / "disks", tmp_path, appends=True)
 
     async def live(service: Service) -> None:
         session = await publish(service)
         for name, policy in POLICIES.items():
             await service.consumers.create(name, MODEL, policy)
             await arrive(service, name)
-        crashes = Crashes(patch, tmp_path / "disks", tmp_path, appends=True)
+        ended.enter_context(crashes.of(faults))
         play, follow, versions = Play(service, crashes), service.following, service.versions
         plays.append(play)
-        crashes_of.append(crashes)
 
         def change(step: int) -> Awaitable[object]:
             return send(session, part(step, [(0, [step, 9], np.full((2, USER.dim), step, "<f4"))]))
@@ -137,9 +137,9 @@ def test_every_action_is_done_or_not_whenever_it_ends(
         await play.do(lambda: versions.release(MODEL, "one"))
         await service.checkpoints.make(MODEL)
 
-    with monkeypatch.context() as patch:
-        run(tmp_path / "disks" / "data", live, **options(tmp_path / "disks"))
-    (play,), (crashes,) = plays, crashes_of
+    with ended:
+        run(tmp_path / "disks" / "data", live, faults=faults, **options(tmp_path / "disks"))
+    (play,) = plays
 
     async def goes_on(copy: Path, before: State, after: State) -> bool:
         failed = list[Event]()
