@@ -414,7 +414,7 @@ class CheckpointStore:
                 there = self._whole(place).intersection(manifest.files)
                 lacking = [file for file in manifest.files if file not in there]
                 progress = Progress(what, sum(file.bytes for file in lacking), "bytes")
-                for file, _ in in_order(partial(self._copy_file, place), lacking):
+                for file, _ in in_order(lambda file: place.put(file.name, self._read(file, _checked)), lacking):
                     check()
                     progress.add(file.bytes)
                 # Another process may have removed old files that no manifest named yet.
@@ -426,9 +426,6 @@ class CheckpointStore:
                 f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the "
                 f"service, but {place.url} has no copy of it: {error}"
             ) from error
-
-    def _copy_file(self, place: Place, file: File) -> None:
-        place.put(file.name, self._read(file, _checked))
 
     # Kept versions. Where there is a remote place, only that one counts: another process may own the model next.
     # They are in memory once they have been read. `remove_old` looks for changes by others.

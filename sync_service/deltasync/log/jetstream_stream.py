@@ -393,18 +393,12 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> StoredMe
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How a stream is read.
-
-    Attributes:
-        batch: most messages that are asked for at once.
-        seconds: time within which the next message arrives.
-        tries: attempts without a new message. Each may reach another broker.
-    """
+    """How a stream is read."""
 
     headers_only: bool = False
-    batch: int = 500
-    seconds: float = 3
-    tries: int = 10
+    batch: int = 500  # Most messages that are asked for at once.
+    seconds: float = 3  # Within which the next message arrives.
+    tries: int = 10  # Attempts without a new message. Each may reach another broker.
 
 
 async def messages(
