@@ -131,8 +131,12 @@ class Place:
     def get(self, name: str) -> bytes:
         """Read a file."""
         with self._failures(name, "read"):
-            object_read: Callable[[], bytes] = partial(self._files.cat_file, self._path(name))
-            return self._answered((self._folder / name).read_bytes if self._folder else object_read)
+            read = (self._folder / name).read_bytes if self._folder else partial(self._read_object, name)
+            return self._answered(read)
+
+    def _read_object(self, name: str) -> bytes:
+        content: bytes = self._files.cat_file(self._path(name))
+        return content
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
