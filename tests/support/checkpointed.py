@@ -71,10 +71,10 @@ class Owner:
         spec = table.spec
         table.grown(TableSpec(spec.name, spec.rows + rows, spec.dim, spec.dtype))()
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, kind: type[StampedTable] = StampedTable) -> None:
         """Continue with a copy of a table."""
         key, table = self.tables[name]
-        rows, copy = table.changed_since(0), StampedTable(table.spec)
+        rows, copy = table.changed_since(0), kind(table.spec)
         for deleted in (False, True):
             ids = rows[table.deleted(rows) == deleted]
             copy.load(ids, table.stamps[ids], table.digests[ids], None if deleted else table.rows_of(ids))

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.faults import Hook
-from tests.support.local_service import faults_of
+from tests.support.faults import Faults, Hook
 
 from deltasync.checkpoints.file_storage import UNFINISHED, Place
-from deltasync.service.service import Service
 
 
 class Crashes:
@@ -27,12 +25,13 @@ class Crashes:
         self._files = threading.Lock()
 
     @contextmanager
-    def of(self, service: Service) -> Iterator[None]:
-        """Make copies while the block runs."""
-        faults, log = faults_of(service), dict[str, Hook](put=self._record)
-        if self._appends:
-            log["append"] = self._append
-        with faults.log.replaced(**log), faults.place.replaced(put=self._put, remove=self._remove):
+    def of(self, faults: Faults) -> Iterator[None]:
+        """Copy while the block runs."""
+        appending = {"append": self._append} if self._appends else {}
+        with (
+            faults.log.replaced(put=self._record, **appending),
+            faults.place.replaced(put=self._put, remove=self._remove),
+        ):
             yield
 
     def copy(self, when: str) -> Path:
@@ -41,29 +40,29 @@ class Crashes:
         self.copies.append(folder)
         return folder
 
-    def _record(self, put: Hook, name: str, value: bytes | None, **named: Any) -> Future[None]:
+    def _record(self, call: Hook, name: str, value: bytes | None, **named: Any) -> "Future[None]":
         self.copy(f"before {name.replace('/', ' ')} is written")
-        written: Future[None] = put(name, value, **named)
+        written: Future[None] = call(name, value, **named)
         written.result(20)
         self.copy(f"after {name.replace('/', ' ')} is written")
         return written
 
-    def _append(self, append: Hook, stream: str, *key: Any, **named: Any) -> Future[None]:
-        written: Future[None] = append(stream, *key, **named | {"patient": False})
+    def _append(self, call: Hook, stream: str, *key: Any, **named: Any) -> "Future[None]":
+        written: Future[None] = call(stream, *key, **named | {"patient": False})
         written.result(20)
         self.copy(f"after a record of {stream.replace('/', ' ')} is written")
         return written
 
-    def _put(self, put: Hook, place: Place, name: str, content: bytes | memoryview) -> None:
+    def _put(self, call: Hook, place: Place, name: str, content: bytes | memoryview) -> None:
         with self._files:  # Several threads write the copies of files.
             copy = self.copy("while a file is written")
             half = copy / Path(f"{place.url}/{name}{UNFINISHED}").relative_to(self._data_dir)
             half.parent.mkdir(parents=True, exist_ok=True)
             half.write_bytes(content[: len(content) // 2])
-            put(place, name, content)
+            call(place, name, content)
             self.copy("after a file is written")
 
-    def _remove(self, remove: Hook, place: Place, name: str) -> None:
+    def _remove(self, call: Hook, place: Place, name: str) -> None:
         self.copy("before a file is removed")
-        remove(place, name)
+        call(place, name)
         self.copy("after a file is removed")

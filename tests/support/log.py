@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -46,17 +47,20 @@ class Heads:
         refused: whether the disk refuses head pages.
         landed: whether a refused page is written nevertheless.
         opened: whether the file can be opened.
+        left: what a vain attempt to open it leaves in the file; empty = what was there.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.refused, self.landed, self.opened = False, False, True
+        self.refused, self.landed, self.opened, self.left = False, False, True, b""
         self._open = lmdb.open
         patch.setattr("deltasync.log.lmdb_store.lmdb.open", self._environment)
 
-    def _environment(self, *arguments: Any, **named: Any) -> "_Environment":
+    def _environment(self, folder: str, **named: Any) -> "_Environment":
         if not self.opened:
+            if self.left:
+                (Path(folder) / "data.mdb").write_bytes(self.left)
             raise lmdb.DiskError("data.mdb: Input/output error")
-        return _Environment(self, self._open(*arguments, **named))
+        return _Environment(self, self._open(folder, **named))
 
 
 class _Environment:

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support.ports import free_ports, is_free
+from tests.support.ports import free_ports
 from tests.support.waiting import wait_for
 
 _BESIDE_PYTHON = Path(sys.executable).with_name("weed")
@@ -65,4 +65,4 @@ class ObjectStorage:
 
 def weed_ports(count: int) -> list[int]:
     """Free ports, whose gRPC ports (10,000 higher) are free too and below the ephemeral range."""
-    return free_ports(count, lambda port: port < 20_000 and is_free(port) and is_free(port + 10_000))
+    return free_ports(count, beside=10_000)

@@ -1,7 +1,6 @@
 """A real service process, which a test may kill and restart."""
 
 import json
-import os
 import re
 import resource
 import signal
@@ -17,7 +16,7 @@ from typing import Self
 
 from tests.support.forks import Fork, services
 from tests.support.http import HttpStatus
-from tests.support.ports import free_ports, is_free
+from tests.support.ports import free_ports
 from tests.support.programs import cleaned
 from tests.support.waiting import wait_for
 
@@ -32,20 +31,6 @@ runpy.run_module("deltasync", run_name="__main__")
 
 
 ADMIN_TOKEN = "secret"  # noqa: S105
-
-
-_WORKER, _WORKERS = (
-    int(number)
-    for number in (
-        os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"),
-        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"),
-    )
-)
-
-
-def _is_ours(port: int) -> bool:
-    """Whether a port is free and no other test worker uses it."""
-    return port % _WORKERS == _WORKER and is_free(port)
 
 
 class ServiceProcess(HttpStatus):
@@ -77,7 +62,7 @@ class ServiceProcess(HttpStatus):
         self._environment = cleaned() | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN} | dict(environment)
         self.arguments = arguments
         self._started_by = [*started_by, *(["prlimit", f"--nofile={files}"] if files else [])]
-        self._ports = tuple(map(str, free_ports(2, _is_ours)))
+        self._ports = tuple(map(str, free_ports(2)))
         self.process: subprocess.Popen[bytes] | Fork | None = None
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:

@@ -61,12 +61,7 @@ def kept_file(model: str, id: str) -> str:  # noqa: A002
 
 def pack_kept(kept: KeptVersion) -> bytes:
     """Encode a kept version."""
-    return pack_checked(kept_record(kept))
-
-
-def kept_record(kept: KeptVersion) -> dict[str, Any]:
-    """The record of a kept version."""
-    return asdict(kept)
+    return pack_checked(asdict(kept))
 
 
 def kept_of_record(record: Mapping[str, Any]) -> KeptVersion:

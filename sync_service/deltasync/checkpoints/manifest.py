@@ -178,7 +178,15 @@ def pack_checked(content: Mapping[str, Any]) -> bytes:
 
 def unpack_manifest(name: str, stored: bytes) -> Manifest:
     """Decode the manifest in file `name`."""
-    manifest = _manifest(unpack_checked(name, stored))
+    content = unpack_checked(name, stored)
+    tables = [TableEntry(**{**each, "key": TableKey(**each["key"])}) for each in content["tables"]]
+    layers = [
+        Layer(**{**each, "rounds": [_files(some) for some in each["rounds"]], "records": _files(each["records"])})
+        for each in content["layers"]
+    ]
+    small = {key: value.encode("latin-1") for key, value in content["small"].items()}
+    dirty = _files(content["dirty"])
+    manifest = Manifest(**{**content, "tables": tables, "layers": layers, "dirty": dirty, "small": small})
     if manifest.name != name:
         raise CheckpointDamaged(f"checkpoint {name} has the manifest of {manifest.name}")
     return manifest
@@ -215,17 +223,6 @@ def id_of(name: str) -> str:
 
 def _checksum(version: int, body: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(body, version)
-
-
-def _manifest(content: dict[str, Any]) -> Manifest:
-    tables = [TableEntry(**{**each, "key": TableKey(**each["key"])}) for each in content["tables"]]
-    layers = [
-        Layer(**{**each, "rounds": [_files(some) for some in each["rounds"]], "records": _files(each["records"])})
-        for each in content["layers"]
-    ]
-    small = {name: value.encode("latin-1") for name, value in content["small"].items()}
-    dirty = _files(content["dirty"])
-    return Manifest(**{**content, "tables": tables, "layers": layers, "dirty": dirty, "small": small})
 
 
 def _files(found: Sequence[dict[str, Any]]) -> list[File]:

@@ -144,9 +144,11 @@ class CheckpointStore:
         copied_version: newest version that was seen whole in the remote place; 0 = none.
     """
 
-    def __init__(self, model: str, local: Place, remote: Place | None = None) -> None:
+    def __init__(
+        self, model: str, local: Place, remote: Place | None = None, *, clock: Callable[[], int] = time.time_ns
+    ) -> None:
         """Use a local place, which belongs to this process alone, and optionally a remote one."""
-        self.copied_version = 0
+        self.copied_version, self._clock = 0, clock
         self._model, self._local, self._remote = model, local, remote
         self._newest_id = ""  # The largest id that this process has seen.
         # The last two manifests that this process loaded or wrote; the log may begin after the older one.
@@ -391,7 +393,7 @@ class CheckpointStore:
     def _next_id(self) -> str:
         """An id larger than all known ones, whatever the clock shows."""
         self._stored_manifests(self._local)
-        number = max(time.time_ns(), int(self._newest_id.partition("-")[0] or 0) + 1)
+        number = max(self._clock(), int(self._newest_id.partition("-")[0] or 0) + 1)
         self._newest_id = f"{number:020d}-{os.urandom(4).hex()}"
         return self._newest_id
 
@@ -412,7 +414,7 @@ class CheckpointStore:
                 there = self._whole(place).intersection(manifest.files)
                 lacking = [file for file in manifest.files if file not in there]
                 progress = Progress(what, sum(file.bytes for file in lacking), "bytes")
-                for file, _ in in_order(partial(self._copy_file, place), lacking):
+                for file, _ in in_order(lambda file: place.put(file.name, self._read(file, _checked)), lacking):
                     check()
                     progress.add(file.bytes)
                 # Another process may have removed old files that no manifest named yet.
@@ -424,9 +426,6 @@ class CheckpointStore:
                 f"the checkpoint of version {manifest.version} of model {manifest.model!r} is complete in the "
                 f"service, but {place.url} has no copy of it: {error}"
             ) from error
-
-    def _copy_file(self, place: Place, file: File) -> None:
-        place.put(file.name, self._read(file, _checked))
 
     # Kept versions. Where there is a remote place, only that one counts: another process may own the model next.
     # They are in memory once they have been read. `remove_old` looks for changes by others.

@@ -256,11 +256,19 @@ class BucketCopy:
         self._revisions[entry.key] = entry.revision
         kind, name = name_of(entry.key)
         if kind == PROCESS:
-            self._see_process(name, entry, now_ns)
+            # The same entry again, from a new read of the bucket, does not prove that the process is alive.
+            last = self._last_words.get(name)
+            if not entry.value:
+                self._last_words.pop(name, None)
+            elif last is None or last.revision != entry.revision:
+                self._last_words[name] = _LastWord(unpack(Member, entry.value), entry.revision, now_ns)
         elif kind == MODEL:
             self._see_model(name, entry.value)
         elif kind == CONSUMER:
-            self._see_consumer(name, entry.value)
+            self.stored_consumers.pop(name, None)
+            self.consumers.pop(name, None)
+            if entry.value:
+                self.stored_consumers[name] = self.consumers[name] = unpack(str, entry.value)
 
     def living(self, now_ns: int) -> dict[str, Member]:
         """The processes that renewed their lease in time, by name."""
@@ -283,15 +291,6 @@ class BucketCopy:
     def _lives(self, last: _LastWord, now_ns: int) -> bool:
         return now_ns - last.at_ns < self._lease_ns
 
-    def _see_process(self, name: str, entry: Entry, now_ns: int) -> None:
-        if not entry.value:
-            self._last_words.pop(name, None)
-            return
-        # The same entry again, from a new read of the bucket, does not prove that the process is alive.
-        last = self._last_words.get(name)
-        if last is None or last.revision != entry.revision:
-            self._last_words[name] = _LastWord(unpack(Member, entry.value), entry.revision, now_ns)
-
     def _see_model(self, name: str, value: bytes) -> None:
         self.stored.pop(name, None)
         if not value:
@@ -302,9 +301,3 @@ class BucketCopy:
         self._epoch = max(self._epoch, claim.epoch)
         if claim.counts_before(self.claims.get(name)):
             self.claims[name] = claim
-
-    def _see_consumer(self, name: str, value: bytes) -> None:
-        self.stored_consumers.pop(name, None)
-        self.consumers.pop(name, None)
-        if value:
-            self.stored_consumers[name] = self.consumers[name] = unpack(str, value)

@@ -57,6 +57,8 @@ class BrokerOptions:
         cert: PEM file of the service's certificate; None = no certificate.
         key: PEM file of the certificate's key.
         monitors: URLs of the brokers' monitoring ports, which report whether brokers sync each write to disk.
+        notes_bytes: above this size, and several times that of the small records, their messages are compacted.
+        note_bytes: size of a message of compacted small records.
     """
 
     urls: tuple[str, ...]
@@ -68,6 +70,8 @@ class BrokerOptions:
     cert: Path | None = None
     key: Path | None = None
     monitors: tuple[str, ...] = ()
+    notes_bytes: int = 4 << 20
+    note_bytes: int = 32 << 10
 
     def __post_init__(self) -> None:
         if not self.urls:

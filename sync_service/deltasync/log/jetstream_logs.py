@@ -17,6 +17,7 @@ from deltasync.log.jetstream_stream import (
     ID,
     Fence,
     LogSubjects,
+    ReadOptions,
     message_id,
     messages,
     model_of,
@@ -168,7 +169,9 @@ class JetStreamLogs:
         """The index of a stream's content up to the fence of this process."""
         index, session = Index(), ""
         # The headers of row records are enough.
-        rows = messages(self._brokers, subjects.stream, (subjects.rows, subjects.fences), fence, headers_only=True)
+        rows = messages(
+            self._brokers, subjects.stream, (subjects.rows, subjects.fences), fence, ReadOptions(headers_only=True)
+        )
         by_sequence = {each.sequence: each async for each in rows}
         notes = messages(self._brokers, subjects.stream, (subjects.notes, subjects.fences), fence)
         by_sequence |= {each.sequence: each async for each in notes}

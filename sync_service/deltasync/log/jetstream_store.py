@@ -30,8 +30,8 @@ from deltasync.log.volume import Volume
 
 # Room in a message for its subject and headers.
 HEADER_BYTES = 4 << 10
-# Compact the notes once they exceed these bytes and this multiple of the small records.
-_NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
+# Compact the notes once they exceed this multiple of the small records.
+_NOTES_TIMES = 4
 _READ_AHEAD = 16
 _FULL = "the log is full until a checkpoint is written; if it stays full, raise --log-max-bytes; nothing was lost"
 # The remedy for a damaged record: opening the log goes back to the last complete version.
@@ -226,7 +226,9 @@ class JetStreamStore(QueuedLog["Operation"]):
         if self._last:
             self._last.wait()  # It may still change small records.
         with self._lock:
-            chunks = [put_note(dict(each)) for each in _chunked(self._index.small)]
+            chunks = [
+                put_note(dict(each)) for each in _chunked(self._index.small, self._brokers.options.note_bytes)
+            ]
             self._notes_bytes = sum(map(len, chunks))
         first = list[int]()
 
@@ -243,19 +245,22 @@ class JetStreamStore(QueuedLog["Operation"]):
 
     def _compact_if_needed(self) -> None:
         small = sum(map(len, self._index.small.values()))
-        due = self._notes_bytes > max(_NOTES_BYTES, _NOTES_TIMES * small) and self._purges.complete
+        due = (
+            self._notes_bytes > max(self._brokers.options.notes_bytes, _NOTES_TIMES * small)
+            and self._purges.complete
+        )
         if due and not self._compacting:
             self._compacting = True
             self.queue.submit(self._compact, 0)
 
 
-def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
+def _chunked(records: Mapping[str, bytes], most_bytes: int) -> Iterator[list[tuple[str, bytes]]]:
     """Split small records into chunks; without records, yield one empty chunk."""
     chunk, size = list[tuple[str, bytes]](), 0
     for name, value in records.items():
         chunk.append((name, value))
         size += len(name) + len(value)
-        if size > _CHUNK_BYTES:
+        if size > most_bytes:
             yield chunk
             chunk, size = [], 0
     yield chunk

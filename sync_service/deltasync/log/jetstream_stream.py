@@ -22,10 +22,6 @@ _WINDOW_MESSAGES, _WINDOW_BYTES = 256, 16 << 20
 # After this time without an acknowledgement, the sender reads from the stream which messages arrived.
 _SILENCE_SECONDS = 3.0
 ID, EXPECTED = "Nats-Msg-Id", "Nats-Expected-Last-Sequence"
-_BATCH = 500
-_SECONDS = 3
-# Attempts without a new message. Each may reach another broker.
-_TRIES = 10
 
 
 class Sender:
@@ -395,10 +391,20 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> StoredMe
     return StoredMessage(sequence, message["subject"], found, payload, len(payload))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How a stream is read."""
+
+    headers_only: bool = False
+    batch: int = 500  # Most messages that are asked for at once.
+    seconds: float = 3  # Within which the next message arrives.
+    tries: int = 10  # Attempts without a new message. Each may reach another broker.
+
+
 async def messages(
-    brokers: Brokers, stream: str, subjects: Sequence[str], last: int, *, headers_only: bool = False
+    brokers: Brokers, stream: str, subjects: Sequence[str], last: int, options: ReadOptions = ReadOptions()
 ) -> AsyncGenerator[StoredMessage]:
-    """Read the messages of some subjects up to message `last`, in order; with `headers_only` without payloads.
+    """Read the messages of some subjects up to message `last`, in order.
 
     The sending broker may lag behind the others, or go away meanwhile. Message `last` must have one of these
     subjects: once it has arrived, all have.
@@ -406,7 +412,7 @@ async def messages(
     reached, tries = 0, 0
     while reached < last:
         try:
-            async with aclosing(_sent(brokers, stream, subjects, reached + 1, headers_only=headers_only)) as sent:
+            async with aclosing(_sent(brokers, stream, subjects, reached + 1, options)) as sent:
                 async for each in sent:
                     if each.sequence > reached:
                         reached, tries = each.sequence, 0
@@ -415,23 +421,34 @@ async def messages(
                         return
         except LogUnavailable:
             tries += 1
-            if tries == _TRIES:
+            if tries == options.tries:
                 raise
 
 
 async def _sent(
-    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
+    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, options: ReadOptions
 ) -> AsyncGenerator[StoredMessage]:
     """Read messages from one broker, without an end. If it lags behind, some may be from before `first`."""
     from nats.errors import Error
+    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
+    config = ConsumerConfig(
+        ack_policy=AckPolicy.NONE,
+        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=first,
+        filter_subjects=list(subjects),
+        headers_only=options.headers_only,
+        inactive_threshold=60,
+        mem_storage=True,
+        num_replicas=1,
+    )
     try:
-        subscription = await _subscription(brokers, stream, subjects, first, headers_only=headers_only)
+        subscription = await brokers.client.jetstream().pull_subscribe("", stream=stream, config=config)
         try:
             count, size = 0, 1
             while True:
-                for each in await subscription.fetch(size, timeout=_SECONDS):
-                    count, size = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
+                for each in await subscription.fetch(size, timeout=options.seconds):
+                    count, size = count + 1, max(1, min(each.metadata.num_pending, options.batch))
                     if each.metadata.sequence.consumer != count:
                         raise LogUnavailable(f"stream {stream}: a message was lost on the way")
                     yield _stored(each)
@@ -448,21 +465,3 @@ def _stored(message: "Msg") -> StoredMessage:
     size = int(headers.get("Nats-Msg-Size", len(message.data)))
     sequence, number = int(message.metadata.sequence.stream), headers.get(ID, "")
     return StoredMessage(sequence, message.subject, number, message.data, size)
-
-
-async def _subscription(
-    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
-) -> Any:
-    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-
-    config = ConsumerConfig(
-        ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-        opt_start_seq=first,
-        filter_subjects=list(subjects),
-        headers_only=headers_only,
-        inactive_threshold=60,
-        mem_storage=True,
-        num_replicas=1,
-    )
-    return await brokers.client.jetstream().pull_subscribe("", stream=stream, config=config)

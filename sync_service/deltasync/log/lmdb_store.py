@@ -30,7 +30,16 @@ from deltasync.log.log_store import (
     Record,
     Submitted,
 )
-from deltasync.log.records import address_of, damaged, key_of, name_of, with_checksum, without_checksum
+from deltasync.log.records import (
+    EARLIER_FORMAT,
+    FORMAT_RECORD,
+    address_of,
+    damaged,
+    key_of,
+    name_of,
+    with_checksum,
+    without_checksum,
+)
 from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
 
 logger = logging.getLogger(__name__)
@@ -284,9 +293,9 @@ class LmdbStore(QueuedLog[lmdb.Transaction]):
         done.set_exception(failure)
 
 
-def read_small_record(directory: Path, name: str) -> bytes | None:
-    """Read a small record of a log that is not open, without a change of any file; None if there is none."""
-    file, key = directory / "data.mdb", name.encode()
+def read_format(directory: Path) -> bytes | None:
+    """The format record of a log that is not open, without a change of any file; None if there is no log."""
+    file, key = directory / "data.mdb", FORMAT_RECORD.encode()
     with writing(f"the log in {directory} cannot be opened", directory):
         check_size(file)
         if not file.exists() or not file.stat().st_size:
@@ -295,12 +304,18 @@ def read_small_record(directory: Path, name: str) -> bytes | None:
         with closing(lmdb.open(str(directory), readonly=True, lock=False, create=False, max_dbs=4)) as env:
             database = env.open_db(_META, create=False)
             with env.begin(db=database) as txn:
-                value = txn.get(key)
+                if (value := txn.get(key)) is not None:
+                    return bytes(without_checksum(key, bytes(value), f"record {FORMAT_RECORD}"))
+                others = [(bytes(name), bytes(value)) for name, value in txn.cursor()]
     except lmdb.NotFoundError:
         return None
     except lmdb.Error as error:
         raise opening_failed(error, directory) from error
-    return None if value is None else bytes(without_checksum(key, bytes(value), f"record {name}"))
+    for name, value in others:  # One of them may be the record of the format, with a damaged name.
+        without_checksum(name, value, f"record {name.decode(errors='replace')}")
+    if others:
+        raise StorageFailed(EARLIER_FORMAT)
+    return None
 
 
 def _open(options: LogOptions) -> lmdb.Environment:

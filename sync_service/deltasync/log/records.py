@@ -167,6 +167,9 @@ def unpack_ids(record: Buffer) -> Ids:
 
 FORMAT_RECORD = "data-format"
 _START_EMPTY = "start with an empty --data-dir, and let the trainer publish its models"
+EARLIER_FORMAT = (
+    f"an older version of deltasync wrote the log in a format that this version cannot read: {_START_EMPTY}"
+)
 # Streams that their owner reads completely at its start, with the kind of the small record that names the owner.
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
 
@@ -176,8 +179,7 @@ def check_log(log: LogStore) -> None:
     record = log.items(FORMAT_RECORD).get("")
     if record is None:
         if log.items("") or log.streams():
-            text = "an older version of deltasync wrote the log in a format that this version cannot read"
-            raise StorageFailed(f"{text}: {_START_EMPTY}")
+            raise StorageFailed(EARLIER_FORMAT)
         write_again(log).result()
         return
     check_format_record(record)

@@ -16,9 +16,9 @@ from deltasync.cluster.bucket import Member
 from deltasync.cluster.owners import JoiningProcess, Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.data_directory import CHECKPOINTS, lock_data_directory
-from deltasync.log.lmdb_store import LmdbStore, read_small_record
+from deltasync.log.lmdb_store import LmdbStore, read_format
 from deltasync.log.log_store import EmbeddedLogs, LogOptions, Logs, LogStore
-from deltasync.log.records import FORMAT_RECORD, check_format_record, check_log, check_not_missing
+from deltasync.log.records import check_format_record, check_log, check_not_missing
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.following import Following
@@ -170,7 +170,7 @@ def _embedded_log(options: ServiceOptions, open_log: Callable[[LogOptions], LogS
     directory, checkpoints = options.data_dir / "log", options.data_dir / CHECKPOINTS
     # Before the log is opened: a start that is refused must leave everything as it is.
     check_formats(Place(str(checkpoints), deadline_seconds=None))
-    if (record := read_small_record(directory, FORMAT_RECORD)) is not None:
+    if (record := read_format(directory)) is not None:
         check_format_record(record)
     else:
         check_not_missing(checkpoints)

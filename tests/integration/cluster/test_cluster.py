@@ -83,9 +83,10 @@ def test_a_model_is_published_and_served_through_any_process(calm: Cluster) -> N
     check(trainer, replicas)
 
 
-def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster) -> None:
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster, times: int) -> None:
     trainer, replicas = follow(cluster)
-    for _ in range(3):
+    for _ in range(times):
         publish(trainer, 3)
         owner = cluster.owner()
         owner.kill()
@@ -211,7 +212,7 @@ def test_a_model_is_moved_while_it_is_published(calm: Cluster) -> None:
     with ThreadPoolExecutor(1) as threads:
         training = threads.submit(go_on)
         try:
-            for _ in range(4):
+            for _ in range(2):
                 owner = calm.owner()
                 to = next(each for each in calm.services if each is not owner)
                 Admin(Endpoint(owner.http, ADMIN_TOKEN)).move_model("clicks", calm.name_of(to))

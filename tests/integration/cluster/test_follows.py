@@ -42,7 +42,8 @@ def at(cluster: Cluster, consumer: str, version: int) -> dict[str, Any]:
     return wait_for(there, lambda: lag(cluster, consumer), TIMEOUT)
 
 
-def test_all_that_operators_have_set_outlives_takeovers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("takeovers", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_all_that_operators_have_set_outlives_takeovers(tmp_path: Path, takeovers: int) -> None:
     with Cluster(tmp_path, services=2, brokers=1) as cluster:
         trainer = cluster.trainer()
         trainer.publish()
@@ -77,7 +78,7 @@ def test_all_that_operators_have_set_outlives_takeovers(tmp_path: Path) -> None:
         wait_for(lambda: "stays, because" in admin.consumer("fleet")["follows"])
         before = set_by_operators(admin)
         versions, history = admin.kept_versions(MODEL), admin.history("canary")
-        for _ in range(2):  # The first owner comes back with its old checkpoints.
+        for _ in range(takeovers):  # The first owner comes back with its old checkpoints.
             owner = cluster.owner()
             owner.kill()
             admin = admin_of(cluster.owner())

@@ -6,6 +6,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from tests.support.wire import part
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.client import NumpyTarget, Policy, Shard, TableSpec
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
 from deltasync.log.records import pack_ids
 from deltasync.service.service import Service
 
@@ -199,6 +202,9 @@ def leave_behind(data_dir: Path) -> None:
         log_of(service).append("releases/ranked", view.position.number + 1, 0, 0, pack_ids(ids)).result()
 
     run(data_dir, scenario)
+    with closing(LmdbStore(LogOptions(directory=data_dir / "log"))) as log:
+        assert {record.number for record in log.read("cuts/clicks")} == {1, 2}
+        assert log.newest("releases/ranked") > log.newest("heads/ranked")
 
 
 @pytest.mark.nightly

@@ -316,13 +316,9 @@ def test_missing_brokers_are_named_and_the_service_starts_once_they_run(
         after.logs.close()
 
 
-def test_notes_of_small_records_are_written_together_and_removed(
-    opened: Callable[[], LogStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.log.jetstream_store._NOTES_BYTES", 2000)
-    monkeypatch.setattr("deltasync.log.jetstream_store._CHUNK_BYTES", 300)
-    log = opened()
-    assert isinstance(log, JetStreamStore)
+def test_notes_of_small_records_are_written_together_and_removed(brokers: Brokers) -> None:
+    process = Process(options(brokers, notes_bytes=2000, note_bytes=300))
+    log = process.open()
     for turn in range(300):
         log.put(f"name{turn % 10}", b"%d" % turn + bytes(20)).result(TIMEOUT)
     log.put("name3", None).result(TIMEOUT)
@@ -333,8 +329,9 @@ def test_notes_of_small_records_are_written_together_and_removed(
         log._brokers.ask(f"STREAM.INFO.{log.subjects.stream}", {"subjects_filter": log.subjects.notes})
     )
     assert subjects["state"]["subjects"][log.subjects.notes] < 200
-    log.close()
-    assert opened().items("") == wanted
+    process.logs.close_log("clicks", written=True)
+    assert process.open().items("") == wanted
+    process.logs.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,14 @@
 import asyncio
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.command import deltasync
 from tests.support.examples import examples
-from tests.support.fleet import WAIT, Trainer, admin_of, follow
+from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_for_lag
 from tests.support.forks import services
 from tests.support.local_service import back_up, check, opened
 from tests.support.process import ServiceProcess
@@ -26,23 +26,20 @@ from deltasync.log.data_directory import BACKUP_MARKER, lock_data_directory
 from deltasync.service.backup import BackupPlace
 from deltasync.service.restore import restore
 
-KILLED_IN_A_BACKUP = """
-import importlib, os, runpy, signal, sys
-module, name = sys.argv.pop(1).split(":")
-owner = importlib.import_module(module)
-*path, last = name.split(".")
-for each in path:
-    owner = getattr(owner, each)
-setattr(owner, last, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+KILLED_AT_A_FILE = """
+import os, runpy, signal, sys
+name = sys.argv.pop(1)
+def look(event, arguments):
+    if event == "open" and arguments[2] & os.O_CREAT and name in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(look)
 runpy.run_module("deltasync", run_name="__main__")
 """
 KILLED_AT = ROOT / "tests" / "support" / "killed_at.py"
-STEPS = [
-    "deltasync.checkpoints.writing:CheckpointWriter.write",
-    "deltasync.checkpoints.store:pack_manifest",
-    "deltasync.checkpoints.store:CheckpointStore.copy",
-    "deltasync.service.backup:BackupPlace.complete",
-    "deltasync.service.backup:pack_checked",
+# The files that a service begins to write.
+OF_A_CHECKPOINT = ["data/checkpoints/clicks/data/", "data/checkpoints/clicks/manifests/"]
+OF_A_BACKUP = [
+    *(f"backup/{each}" for each in ("checkpoints/clicks/data/", "checkpoints/clicks/manifests/", BACKUP_MARKER))
 ]
 
 
@@ -155,13 +152,25 @@ def test_of_two_backups_to_one_place_one_fails_and_the_other_is_complete(data_di
     check_sound(tmp_path / "new")
 
 
-def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
-    """Whether it has made a backup: gRPC does not connect at once where it has just tried in vain."""
+def is_done(action: Callable[[], object]) -> bool:
+    """Whether a service has done it: gRPC does not connect at once where it has just tried in vain."""
     try:
-        admin_of(service).backup(str(folder))
+        action()
     except ServiceUnavailable:
         return False
     return True
+
+
+def kill_at(service: ServiceProcess, step: str, action: Callable[[], object]) -> None:
+    """Start a service that is killed when it begins to write a file, and let it act."""
+    service.kill()
+    service.program = ["-c", KILLED_AT_A_FILE, step]
+    service.start()
+    assert service.process
+    while service.process.poll() is None:
+        assert not is_done(action)
+    assert service.process.wait(WAIT) == -signal.SIGKILL
+    service.program = ["-m", "deltasync"]
 
 
 @pytest.mark.nightly
@@ -169,21 +178,18 @@ def test_a_service_killed_during_a_backup_goes_on_afterwards(tmp_path: Path) -> 
     """Nothing of it is left in its own directory, and the next backup takes the place."""
     target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks")
     service, folder = ServiceProcess(tmp_path / "data", *arguments), tmp_path / "backup"
+
+    def back_up() -> None:
+        admin_of(service).backup(str(folder))
+
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        for step in STEPS:
-            service.kill()
-            service.program = ["-c", KILLED_IN_A_BACKUP, step]
-            service.start()
-            assert service.process
-            while service.process.poll() is None:
-                assert not is_backed_up(service, folder)
-            assert service.process.wait(WAIT) == -signal.SIGKILL
+        for step in (*OF_A_CHECKPOINT, *OF_A_BACKUP):
+            kill_at(service, step, back_up)
             assert not is_complete(folder)
-        service.program = ["-m", "deltasync"]
         service.start()
         head = trainer.change(7)
-        while not is_backed_up(service, folder):
+        while not is_done(back_up):
             pass
         with follow(service, "predictors", "p", target) as replica:
             replica.wait_for(head, WAIT)
@@ -191,3 +197,28 @@ def test_a_service_killed_during_a_backup_goes_on_afterwards(tmp_path: Path) -> 
     done = deltasync("restore", str(folder), "--data-dir", str(tmp_path / "new"))
     assert done[0] == 0
     check_sound(tmp_path / "new")
+
+
+@pytest.mark.nightly
+def test_a_service_killed_while_it_keeps_a_version_keeps_it_afterwards(tmp_path: Path) -> None:
+    target, service = NumpyTarget(), ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks")
+
+    def keep() -> None:
+        admin_of(service).keep_version("clicks", "good")
+
+    with service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        for step in (*OF_A_CHECKPOINT, "data/checkpoints/clicks/kept/"):
+            kill_at(service, step, keep)
+            service.start()
+            assert admin_of(service).kept_versions("clicks") == []
+        good = trainer.expected()
+        while not is_done(keep):
+            pass
+        trainer.change(7)
+        admin_of(service).follow_version("predictors", "good")
+        with follow(service, "predictors", "p", target) as replica:
+            replica.wait_for(1, WAIT)
+            wait_for_lag(service, "predictors", lambda lag: (lag["head"], lag["state"]) == (1, "in sync"))
+        assert {name: rows.tobytes() for name, rows in target.tables.items()} == good
+    check_sound(tmp_path / "data")

@@ -51,13 +51,9 @@ async def live(service: Service) -> None:
 
 
 def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path) -> None:
-    crashes = Crashes(tmp_path / "data", tmp_path)
-
-    async def watched(service: Service) -> None:
-        with crashes.of(service):
-            await live(service)
-
-    run(tmp_path / "data", watched, keep_checkpoints=2)
+    crashes, faults = Crashes(tmp_path / "data", tmp_path), Faults()
+    with crashes.of(faults):
+        run(tmp_path / "data", live, faults=faults, keep_checkpoints=2)
     versions, untidy = list[int](), 0
 
     async def goes_on(service: Service) -> None:

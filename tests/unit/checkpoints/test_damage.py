@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import xxhash
 from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
 from deltasync.base.errors import StorageFailed
@@ -171,17 +172,18 @@ def _problems(folder: Path) -> list[str]:
     return sorted(_reopened(folder).verify())
 
 
-def test_rows_that_do_not_fit_their_digests_are_not_loaded(
-    world: Checkpointed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Unchecked(StampedTable):
+    """Reads damaged rows."""
+
+    def check(self, ids: Ids, rows: Values) -> None:
+        pass
+
+
+def test_rows_that_do_not_fit_their_digests_are_not_loaded(world: Checkpointed) -> None:
+    world.model.replace("user", Unchecked)
     _, table = world.model.tables["user"]
     row = int(table.changed_since(0)[-1])
     table.rows[row, 0] += 1
-
-    def read_unchecked(self: StampedTable, ids: Ids, out: Values) -> None:
-        out[:] = self.rows[ids]
-
-    monkeypatch.setattr(StampedTable, "read", read_unchecked)
     made = world.write()
     with pytest.raises(CheckpointDamaged, match=f"row {row} of table 'user' does not match its digest"):
         loaded(world.store, made)
@@ -207,13 +209,12 @@ def test_a_manifest_under_another_name_is_found(folder: Path, newest: Manifest) 
     assert any(later.name in problem for problem in found.problems)
 
 
-def test_a_manifest_of_a_later_format_says_to_update(
-    folder: Path, world: Checkpointed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.checkpoints.manifest.FORMAT", 2)
-        world.model.change("user", 0.1)
-        later = world.write()
+def test_a_manifest_of_a_later_format_says_to_update(folder: Path, world: Checkpointed) -> None:
+    world.model.change("user", 0.1)
+    later = world.write()
+    _, _, body = (folder / later.name).read_bytes().partition(b"\n")
+    head = f"deltasync checkpoint 2 {xxhash.xxh3_128_hexdigest(body, 2)}\n"
+    (folder / later.name).write_bytes(head.encode() + body)
     with pytest.raises(LaterFormat, match=f"{later.id}.*update deltasync"):
         _reopened(folder).manifests()
     # Nor is anything removed that only a later deltasync knows the use of.

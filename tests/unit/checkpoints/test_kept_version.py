@@ -149,11 +149,11 @@ def cost_of_keeping(world: Checkpointed, storage: ControlledStorage, before: int
     return calls
 
 
-def test_a_version_costs_as_many_calls_beside_a_thousand_others(world: Checkpointed) -> None:
+def test_a_version_costs_as_many_calls_beside_many_others(world: Checkpointed) -> None:
     few, many = ControlledStorage("few"), ControlledStorage("many")
     cheap = cost_of_keeping(world, few, 3)
     world.newest = None
-    assert cost_of_keeping(world, many, 1000) == cheap
+    assert cost_of_keeping(world, many, 200) == cheap
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sets(st.integers(0, 6))), max_size=30))

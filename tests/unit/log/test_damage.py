@@ -133,6 +133,14 @@ def test_a_record_that_says_something_else_is_named(written: Written, name: str,
     assert any(f"the log's record {name} is invalid" in each for each in said)
 
 
+@pytest.mark.parametrize("bit", [0, 43])
+def test_a_format_record_whose_name_is_damaged_is_no_missing_log(written: Written, bit: int) -> None:
+    key = b"data-format"
+    change_key(written.lay_out(), "meta", key, bit)
+    said = f"the log's record {flipped(key, bit).decode(errors='replace')} is damaged: {RESTORE}"
+    assert said in started(written.copy)["refused"]
+
+
 @pytest.mark.parametrize("gone", ["log", "log/data.mdb"])
 @pytest.mark.parametrize("empty", [True, False])
 def test_checkpoints_without_their_log_are_an_error_at_each_start(

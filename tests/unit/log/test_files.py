@@ -1,11 +1,11 @@
 """Files and folders outlive a loss of power: whatever is made is flushed, by name too, before it is used."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.mortal_place import PowerCuts
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.files import make_folder
@@ -15,17 +15,10 @@ from deltasync.log.log_store import LogOptions
 
 
 @pytest.fixture
-def flushed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[str]]:
+def flushed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], list[str]]:
     """What a folder, once flushed, would have after a loss of power: its entries at its last flush."""
-    entries, fsync = dict[str, list[str]](), os.fsync
-
-    def noting(descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        entries[str(path)] = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", noting)
-    return lambda path: entries[str(path)]
+    cuts = PowerCuts(monkeypatch, tmp_path)
+    return lambda path: sorted(cuts.images[-1][path])
 
 
 def check_all_flushed(root: Path, flushed: Callable[[Path], list[str]]) -> None:

@@ -12,7 +12,6 @@ from tests.support.damage import flipped
 from tests.support.log import Heads, held_up
 
 from deltasync.base.errors import StorageFailed
-from deltasync.log import log_store
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogUnavailable, WriteQueue
 from deltasync.log.records import key_of
@@ -33,6 +32,11 @@ def log(options: LogOptions) -> Iterator[LmdbStore]:
     log.close()
 
 
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
+    return Heads(monkeypatch)
+
+
 def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:
     return [(record.number, record.index) for record in log.read(stream)]
 
@@ -49,7 +53,7 @@ def test_the_newest_number_is_that_of_the_stream_alone(log: LmdbStore) -> None:
 
 @pytest.mark.parametrize("before", [None, b"", "a log"])
 def test_a_log_that_could_not_be_made_or_opened_is_at_the_next_start(
-    options: LogOptions, monkeypatch: pytest.MonkeyPatch, before: bytes | str | None
+    options: LogOptions, heads: Heads, before: bytes | str | None
 ) -> None:
     file = options.directory / "data.mdb"
     if isinstance(before, str):
@@ -58,16 +62,10 @@ def test_a_log_that_could_not_be_made_or_opened_is_at_the_next_start(
     elif before is not None:
         options.directory.mkdir()
         file.write_bytes(before)
-
-    def full(*_: object, **__: object) -> lmdb.Environment:
-        if not isinstance(before, str):
-            file.write_bytes(bytes(4096))  # Of the two heads, there was room for one.
-        raise lmdb.DiskError("data.mdb: No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("deltasync.log.lmdb_store.lmdb.open", full)
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            LmdbStore(options)
+    heads.opened, heads.left = False, b"" if isinstance(before, str) else bytes(4096)  # Room for one of two heads.
+    with pytest.raises(StorageFailed, match="Input/output error"):
+        LmdbStore(options)
+    heads.opened = True
     with closing(LmdbStore(options)) as log:
         assert numbers(log, "cuts/m") == ([(4, 0)] if isinstance(before, str) else [])
 
@@ -169,33 +167,20 @@ def test_a_write_that_does_not_fit_takes_no_other_with_it(log: LmdbStore) -> Non
 
 
 @pytest.mark.parametrize(
-    ("size", "operations", "expected"), [(1, 32, [32, 8]), (1, 100, [40]), (1000, 100, 8 * [5])]
+    ("size", "count", "expected"), [(1, 5000, [4096, 904]), (1, 40, [40]), (8 << 20, 10, [4, 4, 2])]
 )
 def test_writes_that_gather_during_a_commit_share_the_next_up_to_a_bound(
-    size: int, operations: int, expected: list[int], options: LogOptions, monkeypatch: pytest.MonkeyPatch
+    size: int, count: int, expected: list[int]
 ) -> None:
-    monkeypatch.setattr(log_store, "_COMMIT_BYTES", 4096)
-    monkeypatch.setattr(log_store, "_COMMIT_OPERATIONS", operations)
-    batches: list[int] = []
-    begun, go = threading.Event(), threading.Event()
-    commit = LmdbStore._commit
-
-    def slow(self: LmdbStore, batch: list[object]) -> None:
-        batches.append(len(batch))
-        begun.set()
-        assert go.wait(TIMEOUT)
-        commit(self, batch)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LmdbStore, "_commit", slow)
-    log = LmdbStore(options)
-    first = log.append("m", 1, 0, 0, b"x")
-    assert begun.wait(TIMEOUT)
-    rest = [log.append("m", 1, 0, number, bytes(size)) for number in range(1, 41)]
-    assert not first.done()
-    go.set()
-    rest[-1].result(TIMEOUT)
-    log.close()
-    assert batches == [1, *expected]
+    queue = WriteQueue()
+    for _ in range(count):
+        queue.submit(nothing, size)
+    queue.close()
+    batches, last = list[int](), False
+    while not last:
+        batch, last = queue.take()
+        batches += [len(batch)] if batch else []
+    assert batches == expected
 
 
 def test_one_write_that_fails_costs_the_many_beside_it_few_commits(log: LmdbStore) -> None:
@@ -251,17 +236,14 @@ def test_a_write_survives_that_who_waits_for_it_is_cancelled(log: LmdbStore) -> 
     [lmdb.DiskError("mdb_txn_commit: Input/output error"), MemoryError("no memory"), TypeError("no bytes")],
 )
 def test_any_error_of_a_write_reaches_its_waiter_and_the_next_succeeds(
-    log: LmdbStore, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    log: LmdbStore, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
+    def broken(_: object) -> None:
         raise error
 
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.log.lmdb_store.with_checksum", broken)
-        for write in [log.append("m", 1, 0, 0, b"x"), log.put("n", b"x")]:
-            with pytest.raises(StorageFailed, match=str(error)) as failed:
-                write.result(TIMEOUT)
-            assert failed.value.__cause__ is error
+    with pytest.raises(StorageFailed, match=str(error)) as failed:
+        log.queue.submit(broken, 0).result(TIMEOUT)
+    assert failed.value.__cause__ is error
     assert str(error) in caplog.text
     assert not log.refusing
     log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
@@ -294,11 +276,6 @@ def test_a_write_counts_until_it_is_written_or_refused(tmp_path: Path, fails: bo
     assert [write.exception(TIMEOUT) is not None for write in writes] == [fails, False, False]
     assert log.queue.bytes == 0
     log.close()
-
-
-@pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
-    return Heads(monkeypatch)
 
 
 def test_after_a_refused_head_page_reads_and_the_next_write_succeed(heads: Heads, options: LogOptions) -> None:

@@ -101,14 +101,12 @@ def test_room_is_there_again_once_all_that_was_refused_fits(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_volume_that_refuses_still_is_found_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    volume, found = Volume("models", tmp_path), refusal(tmp_path, errno.EROFS, 10)
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.log.volume.tempfile.TemporaryFile", read_only)
-        assert not volume.probe(found)
+def test_a_volume_that_refuses_still_is_found_to(tmp_path: Path) -> None:
+    volume, found = Volume("models", tmp_path / "folder"), refusal(tmp_path, errno.EROFS, 10)
+    volume.folder.touch()
+    assert not volume.probe(found)
+    volume.folder.unlink()
+    volume.folder.mkdir()
     assert volume.probe(found)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import faults_of, join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
 from tests.unit.support.async_tests import in_service
@@ -160,7 +160,7 @@ async def test_of_a_table_that_was_never_published_another_may_come(tmp_path: Pa
 
 def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(tmp_path: Path) -> None:
     """Some rows of before are in a checkpoint, others only in the log."""
-    data_dir, crashes = tmp_path / "data", Crashes(tmp_path / "data", tmp_path)
+    data_dir, copies = tmp_path / "data", list[Path]()
     before, after = dict[str, object](), dict[str, object]()
     later = [replace(USER, rows=5000), ITEM, NEW, replace(WHOLE[1].table, name="more")]
 
@@ -170,9 +170,11 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(tmp_path: Pa
         await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
         await service.models.coordinators["clicks"].drain()
         before.update(tables_of(service.models["clicks"]))
-        with crashes.of(service):
+        crashes = Crashes(data_dir, tmp_path)
+        with crashes.of(faults_of(service)):
             await grow_without_seal(service, later)
         after.update(tables_of(service.models["clicks"]))
+        copies.extend(crashes.copies)
 
     found = []
 
@@ -188,7 +190,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(tmp_path: Pa
             np.testing.assert_array_equal(table.rows, rows)
 
     run(data_dir, grow)
-    for copy in crashes.copies:
+    for copy in copies:
         run(copy, check)
     assert found == sorted(found), "once it has grown it stays so"
     assert set(found) == {False, True}

@@ -251,10 +251,11 @@ async def test_ranks_that_contradict_each_other_are_refused_and_leave_nothing(se
 
 
 def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(tmp_path: Path) -> None:
-    data_dir, crashes = tmp_path / "data", Crashes(tmp_path / "data", tmp_path)
+    data_dir, copies = tmp_path / "data", list[Path]()
 
     async def first(service: Service) -> None:
-        with crashes.of(service):
+        crashes = Crashes(data_dir, tmp_path)
+        with crashes.of(faults_of(service)):
             async with stream(service) as session:
                 crashes.copy("after the open")
                 *rows, close = full_part(1, ROWS, WHOLE)
@@ -262,6 +263,7 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(tmp_p
                 await asyncio.wrap_future(log_of(service).put("written", b""))
                 await send(session, [close])
                 crashes.copy("after the seal")
+        copies.extend(crashes.copies)
 
     found = list[bool]()
 
@@ -275,8 +277,8 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(tmp_p
         await publish(service, 2, run="run-2", started=2)
 
     run(data_dir, first)
-    assert len(crashes.copies) >= 6
-    for copy in crashes.copies:
+    assert len(copies) >= 6
+    for copy in copies:
         run(copy, check)
     assert found == sorted(found)
     assert found.count(True) >= 1

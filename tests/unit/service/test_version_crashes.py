@@ -4,19 +4,20 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from tests.support.crashes import Crashes
+from tests.support.faults import Faults
 from tests.support.local_service import join, opened, publish, run, send, view_of
 from tests.support.wire import USER, part
 
 from deltasync.base.events import Event, EventKind
 from deltasync.consumers.follow import BACK, LIVE, RolloutDelay
 from deltasync.core.policy import Policy
-from deltasync.cuts.session import PublishSession
 from deltasync.service.rollback import roll_back
 from deltasync.service.service import Service
 
@@ -100,17 +101,15 @@ def test_every_action_is_done_or_not_whenever_it_ends(tmp_path: Path, remote: bo
     def options(disks: Path) -> dict[str, Any]:
         return {"keep_checkpoints": 2} | ({"checkpoints": str(disks / "url")} if remote else {})
 
-    plays, crashes = list[Play](), Crashes(tmp_path / "disks", tmp_path, appends=True)
+    plays, faults, ended = list[Play](), Faults(), ExitStack()
+    crashes = Crashes(tmp_path / "disks", tmp_path, appends=True)
 
     async def live(service: Service) -> None:
         session = await publish(service)
         for name, policy in POLICIES.items():
             await service.consumers.create(name, MODEL, policy)
             await arrive(service, name)
-        with crashes.of(service):
-            await act(service, session)
-
-    async def act(service: Service, session: PublishSession) -> None:
+        ended.enter_context(crashes.of(faults))
         play, follow, versions = Play(service, crashes), service.following, service.versions
         plays.append(play)
 
@@ -138,7 +137,8 @@ def test_every_action_is_done_or_not_whenever_it_ends(tmp_path: Path, remote: bo
         await play.do(lambda: versions.release(MODEL, "one"))
         await service.checkpoints.make(MODEL)
 
-    run(tmp_path / "disks" / "data", live, **options(tmp_path / "disks"))
+    with ended:
+        run(tmp_path / "disks" / "data", live, faults=faults, **options(tmp_path / "disks"))
     (play,) = plays
 
     async def goes_on(copy: Path, before: State, after: State) -> bool:

@@ -159,8 +159,8 @@ async def test_an_unexpected_error_is_reported_and_retried(local: LocalModel, pr
             replica.applied = view.position
             await _becomes(lambda: len(told) > 2)
             assert view.failure.endswith("the service retries: ZeroDivisionError: a mistake of ours")
-        await _becomes(lambda: _advanced(view, replica) and not view.failure)
-        assert view.state.compared_version == 2
+        # The first release to succeed may be an earlier one that the log refused.
+        await _becomes(lambda: _advanced(view, replica) and view.state.compared_version == 2 and not view.failure)
         await loop.end()
     assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
     assert isinstance(told[0].error, ZeroDivisionError)

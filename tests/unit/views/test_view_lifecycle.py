@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.damage import change_value
-from tests.support.local_service import publish
+from tests.support.faults import Held, refusing
+from tests.support.local_service import faults_of, publish
+from tests.support.local_service import opened as opened_service
 from tests.support.log import log_of
 
 from deltasync.base.errors import StorageFailed
@@ -18,25 +18,18 @@ from deltasync.core.policy import Policy
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions
 from deltasync.log.records import key_of
-from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.views.log import ViewLog
-from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
 TOP = Policy(top_k=3)
+FULL = StorageFailed("the disk is full")
 
 
 @asynccontextmanager
 async def opened(data_dir: Path) -> AsyncIterator[Service]:
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        await service.recovery.all()
+    async with asyncio.timeout(20), opened_service(data_dir) as service:
         await publish(service)
-        try:
-            yield service
-        finally:
-            await service.drain()
+        yield service
 
 
 async def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
@@ -57,36 +50,20 @@ async def test_a_view_may_go_while_all_of_them_end(tmp_path: Path) -> None:
         await asyncio.gather(service.views.drain(), service.views.forget("second"))
 
 
-class Gate:
-    """Holds back a method of the views, until it is let go."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        self.begun, self.go = asyncio.Event(), asyncio.Event()
-        original = getattr(ViewRegistry, name)
-
-        async def gated(views: ViewRegistry, *arguments: Any) -> None:
-            self.begun.set()
-            await self.go.wait()
-            await original(views, *arguments)
-
-        patch.setattr(ViewRegistry, name, gated)
-
-
 @pytest.mark.parametrize("policy", [TOP, Policy()])
-async def test_a_consumer_created_during_a_delete_has_a_new_view(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
+async def test_a_consumer_created_during_a_delete_has_a_new_view(tmp_path: Path, policy: Policy) -> None:
     async with opened(tmp_path) as service:
         consumer = await service.consumers.create("top", "clicks", TOP)
         old = service.consumers.feed(consumer)
-        forgetting = Gate(monkeypatch, "forget")
-        deleting = asyncio.create_task(service.consumers.delete("top"))
-        await forgetting.begun.wait()
-        creating = asyncio.create_task(service.consumers.create("top", "clicks", policy))
-        await asyncio.wait([creating], timeout=0.05)  # It may well wait until the other is forgotten.
-        forgetting.go.set()
-        await deleting
-        feed = service.consumers.feed(await creating)
+        forgetting = Held("releases/top")
+        with faults_of(service).log.replaced(truncate=forgetting, drop=forgetting):
+            deleting = asyncio.create_task(service.consumers.delete("top"))
+            await forgetting.has_begun()
+            creating = asyncio.create_task(service.consumers.create("top", "clicks", policy))
+            await asyncio.wait([creating], timeout=0.05)  # It may well wait until the other is forgotten.
+            forgetting.let_go()
+            await deleting
+            feed = service.consumers.feed(await creating)
         assert feed is not old
         assert isinstance(feed, View) != policy.sends_everything
         await service.consumers.delete("top")
@@ -94,17 +71,18 @@ async def test_a_consumer_created_during_a_delete_has_a_new_view(
 
 
 async def test_a_consumer_deleted_during_its_creation_leaves_no_view(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Else the next of its name would be given releases by the policy of one that is gone."""
     async with opened(tmp_path) as service:
-        following = Gate(monkeypatch, "follow")
-        creating = asyncio.create_task(service.consumers.create("top", "clicks", TOP))
-        await following.begun.wait()
-        deleting = asyncio.create_task(service.consumers.delete("top"))
-        await asyncio.wait([deleting], timeout=0.05)  # It may well wait until the view is made.
-        following.go.set()
-        await asyncio.gather(creating, deleting)
+        following = Held("releases/top")
+        with faults_of(service).log.replaced(truncate=following, drop=following):
+            creating = asyncio.create_task(service.consumers.create("top", "clicks", TOP))
+            await following.has_begun()
+            deleting = asyncio.create_task(service.consumers.delete("top"))
+            await asyncio.wait([deleting], timeout=0.05)  # It may well wait until the view is made.
+            following.let_go()
+            await asyncio.gather(creating, deleting)
         created = await service.consumers.create("top", "clicks", Policy())
         assert not isinstance(service.consumers.feed(created), View)
 
@@ -119,39 +97,22 @@ async def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
         assert not isinstance(service.consumers.feed(created), View)
 
 
-def refused(*_: object) -> Future[None]:
-    failed: Future[None] = Future()
-    failed.set_exception(StorageFailed("the disk is full"))
-    return failed
-
-
-def full(*_: object) -> None:
-    raise StorageFailed("the disk is full")
-
-
-async def test_a_view_that_could_not_be_made_is_made_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_view_that_could_not_be_made_is_made_later(tmp_path: Path) -> None:
     """Else replicas would be sent the model's own tables, whatever their policy says."""
     async with opened(tmp_path) as service:
         consumer = await service.consumers.create("top", "other", TOP)
-        with monkeypatch.context() as patch:
-            patch.setattr(ViewLog, "discard", full)
+        with faults_of(service).log.replaced(truncate=refusing(FULL, "releases/top")):
             assert (await publish(service, model="other")).sealed.number == 1
             assert service.consumers.feed(consumer) is None
         await service.publishing.look_after()
         assert isinstance(service.consumers.feed(consumer), View)
 
 
-async def test_a_consumer_created_after_a_failed_delete_has_a_new_view(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_consumer_created_after_a_failed_delete_has_a_new_view(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         old = service.consumers.feed(await service.consumers.create("top", "clicks", TOP))
-        with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put", refused)
-            with pytest.raises(StorageFailed):
-                await service.consumers.delete("top")
+        with faults_of(service).log.replaced(put=refusing(FULL)), pytest.raises(StorageFailed):
+            await service.consumers.delete("top")
         created = await service.consumers.create("top", "clicks", TOP)
         assert service.consumers.feed(created) is not old
 
