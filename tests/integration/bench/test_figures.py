@@ -176,7 +176,7 @@ def test_checkpoints_are_written_while_cuts_are_timed_and_loaded(tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_a_rollback_sends_the_rows_that_differ_and_cuts_are_timed_while_a_version_is_kept(tmp_path: Path) -> None:
+def test_a_rollback_is_measured_and_cuts_while_a_version_is_kept(tmp_path: Path) -> None:
     sizes = ("--rows", "5000", "--dim", "8", "--cut-rows", "100", "--every", "0.5", "--rounds", "2")
     figures, said = measured(tmp_path, "versions", *sizes)
     for way in ("follow", "model"):

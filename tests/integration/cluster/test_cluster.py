@@ -96,7 +96,7 @@ def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster, times: int) 
         owner.start()
 
 
-def test_a_takeover_sends_replicas_of_a_consumer_with_a_policy_only_what_has_changed(cluster: Cluster) -> None:
+def test_a_takeover_sends_replicas_of_a_view_only_changed_rows(cluster: Cluster) -> None:
     trainer = cluster.trainer()
     trainer.publish()
     policy = Policy(top_k=TABLE.rows, min_interval_seconds=0.01)
@@ -150,7 +150,7 @@ def test_the_leading_broker_may_be_killed_while_it_is_published(three: Cluster) 
 
 
 @pytest.mark.nightly
-def test_what_a_restored_broker_has_forgotten_comes_from_checkpoints_and_the_trainer(cluster: Cluster) -> None:
+def test_rows_that_a_restored_broker_lacks_come_from_elsewhere(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     (broker,) = cluster.brokers.brokers
     publish(trainer, 3)
@@ -187,7 +187,7 @@ def test_any_process_sends_who_asks_to_the_owner(calm: Cluster) -> None:
     assert (volumes["log"], volumes["checkpoints"] > 0) == (None, True)
 
 
-def test_a_model_of_a_killed_process_is_at_all_times_somebodys_or_named_as_nobodys(cluster: Cluster) -> None:
+def test_a_model_of_a_killed_process_has_an_owner_or_is_named(cluster: Cluster) -> None:
     trainer, _ = follow(cluster)
     owner = cluster.owner()
     other = next(each for each in cluster.services if each is not owner)
@@ -242,7 +242,7 @@ def test_a_process_is_drained_through_any_other(calm: Cluster) -> None:
 
 
 @pytest.mark.nightly
-def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_is_back(tmp_path: Path) -> None:
+def test_an_owner_without_brokers_refuses_requests_until_they_return(tmp_path: Path) -> None:
     with Cluster(tmp_path, services=3, brokers=1, proxies=True) as cluster:
         trainer, replicas = follow(cluster)
         for _ in range(2):

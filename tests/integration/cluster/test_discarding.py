@@ -52,7 +52,7 @@ def test_no_cut_is_sealed_while_the_stream_could_discard_it(cluster: Cluster) ->
 
 
 @pytest.mark.nightly  # It starts the service three times.
-def test_a_stream_without_its_beginning_is_removed_and_a_checkpoint_goes_on(cluster: Cluster) -> None:
+def test_a_stream_that_lost_its_beginning_is_replaced_by_a_checkpoint(cluster: Cluster) -> None:
     (service,) = cluster.services
     trainer = cluster.trainer()
     for _ in range(3):

@@ -131,7 +131,7 @@ def test_dashboard_calls_those_consumers_whole_whose_state_promises_it(dashboard
     assert set(whole.split("|")) == {"in sync", "current", "delivered", "empty"}
 
 
-def test_the_first_panels_count_consumers_that_need_somebody_and_lag_that_replicas_have(
+def test_the_first_panels_show_consumers_in_trouble_and_their_lag(
     dashboard: dict[str, Any], tool: Callable[[str], str], tmp_path: Path
 ) -> None:
     """One is damaged and lacks no row; a policy keeps rows of another; nobody subscribes to the third."""

@@ -70,7 +70,7 @@ def test_of_a_team_all_are_started_again(crew: Crew) -> None:
     assert not crew.troubles
 
 
-def test_a_restart_may_change_what_runs_and_of_two_processes_none_waits_for_the_other(crew: Crew) -> None:
+def test_two_processes_restart_with_new_programs_without_waiting(crew: Crew) -> None:
     crew.start("a", AT_ONCE)
     crew.start("b", FOR_EVER)
     crew.restart("a", between=lambda: crew.restart("b"), command=FOR_EVER)

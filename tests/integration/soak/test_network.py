@@ -25,7 +25,7 @@ def world_of(**facts: Any) -> Any:
     return SimpleNamespace(fleet=fleet, crew=crew, storage=None, await_there=wait_for, **facts)
 
 
-def test_a_connection_that_is_dead_behind_a_proxy_is_replaced_by_a_direct_one(tmp_path: Path) -> None:
+def test_a_dead_connection_behind_a_proxy_is_replaced_by_a_direct_one(tmp_path: Path) -> None:
     with (
         RunningService(tmp_path, silence_seconds=1.0) as service,
         Proxy(service.grpc) as link,

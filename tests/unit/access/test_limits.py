@@ -101,7 +101,7 @@ def test_one_that_was_left_for_a_second_is_full(rate: int, pauses: list[float]) 
     assert not (bucket.take(rate, now + 1.01) or bucket).is_full(rate, now + 1.01)
 
 
-def test_what_a_limit_limits_is_counted_where_it_is_and_what_is_added_here_comes_on_top() -> None:
+def test_a_limit_counts_the_present_number_and_the_addition() -> None:
     limits, consumers = Limits(LimitOptions(consumers=3)), ["a", "b"]
     limits.count("consumers", consumers.__len__)
     with limits.taking("consumers"):

@@ -126,7 +126,7 @@ def first() -> "Future[None]":
     return first
 
 
-def test_it_is_done_by_the_executor_once_the_first_is_and_who_waited_before_is_told(first: "Future[None]") -> None:
+def test_a_following_call_runs_in_the_executor_after_the_first(first: "Future[None]") -> None:
     told = list[str]()
     first.add_done_callback(lambda _: told.append("waiter"))
     with ThreadPoolExecutor(1, thread_name_prefix="other") as executor:

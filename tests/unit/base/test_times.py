@@ -29,7 +29,7 @@ def test_a_number_is_the_newest_until_there_is_a_later_one() -> None:
     assert [numbers.age_ns(number, 1000) for number in (3, 5, 6)] == [900, 800, 700]
 
 
-def test_nobody_knows_since_when_there_is_something_later_than_what_is_older_than_the_first() -> None:
+def test_the_time_of_a_successor_is_unknown_before_the_first_entry() -> None:
     numbers = succession((3, 100), (5, 200))
     assert numbers.behind_ns(2, 1000) == FOREVER_NS
     assert {numbers.age_ns(number, 1000) for number in (2, 4, 6)} == {FOREVER_NS}
@@ -47,7 +47,7 @@ def test_repeating_a_number_changes_nothing() -> None:
     assert (numbers.age_ns(3, 1000), numbers.behind_ns(3, 1000)) == (900, 0)
 
 
-def test_what_has_become_the_newest_since_a_time_was_read_is_no_less_than_0_old() -> None:
+def test_an_age_is_never_negative() -> None:
     numbers = succession((3, -FOREVER_NS), (5, 2 * 10**9))
     assert [numbers.seconds_since(5, now_ns) for now_ns in (10**9, 2 * 10**9, 3 * 10**9)] == [0, 0, 1]
 

@@ -71,7 +71,7 @@ def test_a_change_wakes_all_that_wait_for_it_whichever_others_give_up(
     asyncio.run(scenario())
 
 
-def test_who_waits_for_several_changes_takes_one_task_and_leaves_nothing_behind() -> None:
+def test_a_wait_for_several_changes_takes_one_task_and_cleans_up() -> None:
     async def scenario() -> None:
         signals = [Signal() for _ in range(3)]
         futures = [each.changed() for each in signals]

@@ -299,9 +299,7 @@ def test_a_command_that_is_suggested_has_the_options_in_use(ca: str, tmp_path: P
     assert shlex.split(said) == ["deltasync", "consumers", "resume", "c", *given]
 
 
-def test_a_backup_by_the_service_needs_an_absolute_path_and_says_so_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_by_the_service_needs_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["backup", "monday", "--service", "http://127.0.0.1:1"])
     assert (done.exit_code, f"on this machine it would be {tmp_path}/monday" in done.output) == (2, True)

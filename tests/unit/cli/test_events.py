@@ -99,7 +99,7 @@ def test_who_follows_asks_for_few_and_for_all_where_many_have_come(capsys: pytes
     assert [path.rpartition("=")[2] for path in paths] == ["50", "50", "50", "1000", "50", "50"]
 
 
-def test_those_of_a_process_that_has_started_anew_are_shown_although_its_clock_was_set_back() -> None:
+def test_events_of_a_restarted_process_are_shown_if_its_clock_went_back() -> None:
     seen = {"sync-0": 500, "sync-1": 700}
     found = [_event("sync-0", 3), _event("sync-1", 700), _event("sync-1", 701)]
     assert unseen(found, seen) == [found[0], found[2]]

@@ -126,9 +126,7 @@ def test_lists_of_all_processes_are_one_list(service: Processes) -> None:
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_the_owner_of_a_consumer_is_shown_instead_of_a_process_that_only_knows_it(
-    service: Processes, owner: int
-) -> None:
+def test_the_owner_of_a_consumer_is_shown_not_other_processes(service: Processes, owner: int) -> None:
     for number in range(3):
         known = {**LINE, "head": 7} if number == owner else {**LINE, "head": None, "state": "waiting"}
         service.answers[number]["/consumers"] = [known, {**LINE, "consumer": f"of-{number}", "head": 1}]

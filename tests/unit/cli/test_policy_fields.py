@@ -74,7 +74,7 @@ def test_rows_and_a_share_are_told_apart() -> None:
     assert "A whole number means rows per release, a number below 1 a share" in shown
 
 
-def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:
+def test_commands_have_the_declared_options_with_their_help() -> None:
     flags = {flag: field.description.replace("`", "") for field in FIELDS for flag in field.flags}
     found = {flag: option for option in options_of(everything).values() for flag in option.opts}
     assert found.keys() == flags.keys()

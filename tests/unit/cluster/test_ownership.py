@@ -88,7 +88,7 @@ async def test_two_that_claim_at_once_are_told_who_was_first(world: World) -> No
 
 
 @in_world()
-async def test_the_models_of_one_that_died_are_taken_over_within_two_leases_and_nothing_else_moves(
+async def test_models_of_a_dead_process_move_within_two_leases(
     world: World,
 ) -> None:
     owner, others = await owned(world)
@@ -104,7 +104,7 @@ async def test_the_models_of_one_that_died_are_taken_over_within_two_leases_and_
 
 
 @in_world()
-async def test_one_that_slept_longer_than_the_lease_answers_for_nothing_when_it_wakes_and_cannot_append(
+async def test_a_process_that_overslept_its_lease_cannot_append(
     world: World,
 ) -> None:
     owner, others = await owned(world)
@@ -123,7 +123,7 @@ async def test_one_that_slept_longer_than_the_lease_answers_for_nothing_when_it_
 
 
 @in_world()
-async def test_one_that_no_broker_confirms_gives_its_models_up_and_has_them_again_if_nobody_took_them(
+async def test_a_process_without_brokers_gives_up_its_models_and_regains_them(
     world: World,
 ) -> None:
     owner, others = await owned(world)

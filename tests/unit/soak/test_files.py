@@ -23,7 +23,7 @@ from tests.support import flips
 from deltasync.core.position import Position
 
 
-def test_of_a_journal_half_a_line_was_never_written_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_a_journal_drops_half_a_line_and_writes_the_next_one_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     assert read_journal(file) == []
     file.write_text('{"step": 1}\n{"st')
@@ -120,9 +120,7 @@ def test_a_figure_below_0_is_found_wherever_it_is() -> None:
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_the_disk_of_a_service_that_another_fault_has_taken_away_cannot_be_full(
-    tmp_path: Path, *, runs: bool
-) -> None:
+def test_a_disk_that_another_fault_removed_cannot_be_full(tmp_path: Path, *, runs: bool) -> None:
     """Its process, or its directory, which is being put back."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

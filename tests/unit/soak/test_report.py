@@ -67,7 +67,7 @@ def test_a_person_sees_that_all_is_well_although_a_moment_did_not_come() -> None
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_one_thing_that_is_wrong_is_enough_and_a_person_is_told_where_to_look(what: str) -> None:
+def test_one_failed_check_fails_the_soak_and_names_the_place_to_look(what: str) -> None:
     assert not sound(SOUND | {what: WRONG[what]})
     said = printed(SOUND | FIGURES | {what: WRONG[what]})
     assert f"\n{what}" in said or f"\n{what.replace('_', ' ')}" in said or what == "differing"

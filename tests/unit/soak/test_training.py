@@ -62,7 +62,7 @@ def test_rows_that_are_asked_for_are_published_as_they_are_now_or_deleted() -> N
     assert ids_of(rows, deleted=True) == np.flatnonzero(~there).tolist()
 
 
-def test_what_operators_have_deleted_is_deleted_again_but_for_what_says_the_step() -> None:
+def test_deletes_by_operators_are_repeated_unless_a_step_has_them() -> None:
     training = Training("m", [FIRST])
     training.repeat(5, {(0, 5): {"users": np.arange(10)}})
     assert training.tables.there["users"][:10].tolist() == [True] + [False] * 9
