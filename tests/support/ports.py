@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 
 def is_free(port: int) -> bool:
@@ -20,8 +19,9 @@ def is_free(port: int) -> bool:
 
 
 @cache
-def _locks() -> IO[bytes]:
-    return (Path(tempfile.gettempdir()) / f"deltasync-test-ports-{os.getuid()}").open("ab")
+def _locks() -> int:
+    file = Path(tempfile.gettempdir()) / f"deltasync-test-ports-{os.getuid()}"
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # Open until the process ends.
 
 
 def reserve(port: int) -> bool:
