@@ -29,6 +29,7 @@ from deltasync.model.feed import Feed
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
 from deltasync.service.models import Models
+from deltasync.service.options import ServiceOptions
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message
 
@@ -42,7 +43,7 @@ class Credit:
         taken_bytes: bytes that the replica has acknowledged.
     """
 
-    def __init__(self, budget: int, quiet_seconds: float = 120.0) -> None:
+    def __init__(self, budget: int, quiet_seconds: float = ServiceOptions.quiet_seconds) -> None:
         """`quiet_seconds`: see `ServiceOptions`."""
         self.budget, self._quiet_seconds = budget, quiet_seconds
         self.sent_bytes = self.taken_bytes = 0

@@ -117,7 +117,7 @@ class Events:
         for listener in self._listeners:
             try:
                 listener(event)
-            except Exception:  # What the event reports goes on.
+            except Exception:  # The work that the event reports must continue.
                 logger.exception("a listener for events failed at %s", kind.label)
 
 

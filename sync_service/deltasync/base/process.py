@@ -72,7 +72,7 @@ class FreedMemory:
         self._least = 0  # The lowest memory of the process since the last return.
 
     def give_back(self) -> bool:
-        """Return freed memory if it exceeds the limit, and whether it did. Any thread, one at a time.
+        """Return freed memory to the system if it exceeds the limit; say whether it did. One thread at a time.
 
         Allocations wait meanwhile. Only glibc supports it.
         """

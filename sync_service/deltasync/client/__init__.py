@@ -16,7 +16,6 @@ import os
 # seconds (grpc/grpc#18075, #31885). Without the handlers a fork leaves the streams alone; see `connection`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-
 from deltasync.base.decision import Decision
 from deltasync.base.errors import (
     Contradiction,

@@ -116,8 +116,8 @@ class Admin:
             Contradiction: both would follow each other, or they have different models.
             InvalidInput: the distance is longer than the service stores what consumers served.
         """
-        body = {"after": after, "behind_seconds": behind_seconds, "on_objection": on_objection}
-        body |= {"version": str(version)}
+        distance = {"after": after, "behind_seconds": behind_seconds, "on_objection": on_objection}
+        body = {**distance, "version": str(version)}
         return str(self._object("PUT", f"{_consumer(consumer)}/version", body)["follows"])
 
     def object(self, consumer: str, reason: str) -> None:
@@ -421,7 +421,7 @@ class EachProcess:
         return joined(self.answers(path), *by)
 
     def _alive(self) -> dict[str, Endpoint]:
-        """The endpoints of the processes that are alive, by name. The one that has sent the list keeps its own."""
+        """The endpoints of the live processes, by name. The process that sent the list keeps the address asked."""
         if self._processes is None:
             answered, lines = self._listed()
             self.unowned = sorted({model for each in lines for model in each["unowned"]})

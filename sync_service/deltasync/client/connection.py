@@ -80,8 +80,8 @@ class Connection:
 class Connectivity:
     """Tracks and logs the connections of one client. Safe to use from any thread."""
 
-    def __init__(self, who: str, clock: Callable[[], int] = steady_ns) -> None:
-        """`who` names the client in the log."""
+    def __init__(self, who: str, clock: Callable[[], int]) -> None:
+        """`who` names the client in the log; `clock` is that of its `Tuning`."""
         self._who, self._clock = who, clock
         self._lock = threading.Lock()
         self._connected = False

@@ -28,7 +28,7 @@ _SOCKET_OPTIONS = [
 
 
 class NoAnswer(Exception):
-    """There is no JSON answer in time. Says why, in words."""
+    """No JSON answer came in time. The message says why."""
 
 
 def json_answer(

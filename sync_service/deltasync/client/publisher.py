@@ -167,7 +167,7 @@ class Publisher:
         self._continues = options.continues
         self.deletes: tuple[DeleteRequest, ...] = ()
         self.quarantine = ""
-        self._connectivity = Connectivity(f"rank {options.rank} of model {options.model!r}")
+        self._connectivity = Connectivity(f"rank {options.rank} of model {options.model!r}", self._tuning.clock)
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._stream: _Stream | None = None

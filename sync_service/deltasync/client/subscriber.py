@@ -150,7 +150,9 @@ class Subscriber:
         self._gives_back = False  # Whether to return freed memory after the current release.
         self._let_in = False  # Whether the service has accepted this replica on the current stream.
         self._known = False  # Whether the service knows this replica and has had no goodbye.
-        self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
+        self._connectivity = Connectivity(
+            f"replica {options.replica!r} of consumer {options.consumer!r}", self._tuning.clock
+        )
         self._readiness = Readiness(options.replica, options.on_readiness, self._tuning.clock)
         self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
         self._thread.start()
@@ -322,7 +324,6 @@ class Subscriber:
         requests: _Requests = queue.SimpleQueue()
         requests.put(subscribe_pb2.SubscribeRequest(open=message))
         self._requests = requests  # From here on `close` can send a goodbye.
-        self._assembler = ReleaseAssembler(options.max_outstanding_bytes)
         self._opened_ns, self._let_in = self._tuning.clock(), False
         endpoint = self._route.endpoint
         with endpoint.channel() as channel:
@@ -359,7 +360,7 @@ class Subscriber:
                 requests.put(None)
                 self._call.cancel()
                 responses.close()
-                self._assembler = ReleaseAssembler(options.max_outstanding_bytes)  # Drop rows of half a release.
+                self._assembler = ReleaseAssembler(options.max_outstanding_bytes)  # Empty for the next stream.
 
     def _hang_up(self) -> None:
         """Send a goodbye and end the requests."""

@@ -8,7 +8,7 @@ from deltasync.cluster.bucket import Member
 
 
 class Owners:
-    """The owners of models. These are those of a single process, which owns all models; see also `SharedOwners`.
+    """The owners of models, here for a single process, which owns them all. `SharedOwners` is for a cluster.
 
     Used in the event loop. Methods that wait for brokers are coroutines, and raise `ServiceUnavailable` if brokers
     do not answer.

@@ -20,7 +20,7 @@ from deltasync.core.position import Position
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Versions that are withheld from consumers, and why the first is; others up to `newest` may be good."""
+    """Versions withheld from consumers. `reason` is that of the first; later ones, up to `newest`, may be good."""
 
     first: int
     newest: int
@@ -166,7 +166,7 @@ class VerificationResult:
 class ReplicaVerification:
     """Verification requests to one replica and its answers, across its streams. Used in the event loop.
 
-    `signal` wakes with each request, report and answer. `rows` are the numbers of rows read, and of all rows.
+    `signal` wakes with each request, report and answer. `rows` counts the rows read so far, and all rows.
     """
 
     def __init__(self) -> None:

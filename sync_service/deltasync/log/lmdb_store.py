@@ -450,7 +450,7 @@ def _newest_head(file: BinaryIO) -> tuple[int, int, int] | None:
 
 
 def _free_pages(file: BinaryIO, page_bytes: int, root: int) -> Iterator[int]:
-    """The pages in the free list, from a tree of which each leaf has lists of numbers."""
+    """The pages in the free list: a tree whose leaves are lists of page numbers."""
     if root == _NO_PAGE:
         return
     page = _read(file, root * page_bytes, page_bytes)

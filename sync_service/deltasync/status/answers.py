@@ -16,6 +16,7 @@ from deltasync.base.threads import in_own_thread
 from deltasync.base.waiting import Signal, first_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.model.feed import FeedStatus, nothing_published
+from deltasync.service.options import ServiceOptions
 from deltasync.status.lag import report
 from deltasync.status.metrics import Figures, exposition
 from deltasync.status.overview import (
@@ -40,10 +41,10 @@ _NOTHING_NEW = "the service still serves its stored rows, but a volume refuses n
 class Answers:
     """Computes lags and metrics of a service. Used in the event loop.
 
-    It computes in its own threads, at most one for metrics and one for lags. It never waits for a cut or a disk.
+    It computes in other threads, at most one for metrics and one for lags. It never waits for a cut or a disk.
     """
 
-    def __init__(self, sources: Sources, metrics_seconds: float = 0.1) -> None:
+    def __init__(self, sources: Sources, metrics_seconds: float = ServiceOptions.metrics_seconds) -> None:
         """`metrics_seconds`: see `ServiceOptions`."""
         self._sources, self._metrics_seconds = sources, metrics_seconds
         self._lags = asyncio.Lock()
@@ -147,7 +148,11 @@ class Sampler:
     """Samples a service's overview periodically. Used in the event loop."""
 
     def __init__(
-        self, sources: Sources, events: Events, access: Access | None = None, metrics_seconds: float = 0.1
+        self,
+        sources: Sources,
+        events: Events,
+        access: Access | None = None,
+        metrics_seconds: float = ServiceOptions.metrics_seconds,
     ) -> None:
         self.sources, self.histories = sources, LagHistories()
         self.answers = Answers(sources, metrics_seconds)

@@ -70,7 +70,9 @@ class View:
         self._record = record
         self._log = ViewLog(model.log, consumer)
         history = record["history"] if record else uuid.uuid4().hex
-        self._releases = Releases(model.on_thread, self._visible, model.release_memory_bytes)
+        self._releases = Releases(
+            model.on_thread, self._visible, model.release_memory_bytes, model.releases.block_bytes
+        )
         self.maker = ReleaseMaker(consumer, model, self._log, history, self._releases, self._changed, options)
         self.replay = Replay(consumer, model, self._log, history, options) if record else None
         self._signal = Signal()

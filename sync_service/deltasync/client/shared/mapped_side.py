@@ -48,7 +48,7 @@ class Folder:
         return not layout.is_in_place(self.path, self.fd, self._inode)
 
     def check(self) -> None:
-        """Raise ServiceUnavailable if it was removed. A file opened before this check is of the right mirror."""
+        """Raise ServiceUnavailable if it was removed. A file that was opened before belongs to this mirror."""
         if self.is_removed:
             raise ServiceUnavailable(REMOVED)
 

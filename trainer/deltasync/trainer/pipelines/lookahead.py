@@ -20,6 +20,8 @@ from deltasync.trainer.pipelines.calls import ModuleCall, ModuleState
 from deltasync.trainer.pipelines.plan import LookAheadPlan, arguments, compute, make_plan
 from deltasync.trainer.pipelines.trial import why_not_early
 
+logger = logging.getLogger(__name__)
+
 _MISSING = object()
 
 
@@ -137,9 +139,6 @@ class PreprocessingForward:
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
         return self._compute(*args, **kwargs)
-
-
-logger = logging.getLogger(__name__)
 
 
 class LookAhead:

@@ -63,9 +63,8 @@ class CollisionModule:
     @property
     def hashes(self) -> bool:
         """Whether the module finds raw ids by hashing (HashZch) instead of in a sorted list."""
-        return hasattr(
-            self.module, "_hash_zch_identities"
-        )  # An `isinstance` would import HashZch, which compiles kernels.
+        # An `isinstance` would import HashZch, which compiles kernels.
+        return hasattr(self.module, "_hash_zch_identities")
 
     @property
     def local_rows(self) -> int:
